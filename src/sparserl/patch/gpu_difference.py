@@ -68,7 +68,7 @@ def _stage_runs(weights: LocalWeights, new: LocalWeights, runs: Runs) -> Sequenc
         packed = compared.compacted()
         # What is staged must not keep the new version alive.
         alone = replace(
-            compared.runs, address=compared.runs.address[:1], bases=compared.runs.bases[:1], owners=(weights,)
+            compared.runs, address=compared.runs.address[:1], widths=compared.runs.widths[:1], owners=(weights,)
         )
         live_blocks, (side,) = alone.blocks()
         bad = torch.zeros(1, dtype=torch.int32, device=runs.device)

@@ -56,7 +56,7 @@ class _Runs(NamedTuple):
     first: Numbers
     numel: Numbers
     address: Numbers
-    base: torch.Tensor  # some tensor on the GPU, of the elements' width
+    device: Any
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class DenseDecoder:
         if planes is None:
             return None
         total = sum(int(plane.lengths.sum()) for plane, _ in planes)
-        device = runs.base.device
+        device = runs.device
         coded = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
         for plane, data in planes:
             coded.numpy()[plane.at : plane.at + len(data)] = data
@@ -185,7 +185,7 @@ def _dense(head: Head) -> Batch:
 def _row_runs(weights: LocalWeights, slicer: PatchSlicer, batch: Batch) -> _Runs | None:
     """Where the entries of a bucket go in parts of tensors; None if these are not on one GPU, or have short rows."""
     columns = [np.empty((3, 0), np.int64)]
-    tensors: list[torch.Tensor] = []
+    devices = set[Any]()
     firsts = (np.cumsum(batch.numel) - batch.numel).tolist()
     for entry_first, tensor, region in zip(firsts, batch.tensor.tolist(), batch.region, strict=True):
         outer = region or whole(weights.table[tensor].shape)
@@ -194,7 +194,7 @@ def _row_runs(weights: LocalWeights, slicer: PatchSlicer, batch: Batch) -> _Runs
             on_gpu = gpu_tensor(memory)
             if on_gpu is None or gpu.support.obstacle(on_gpu.device) is not None:
                 return None
-            tensors.append(on_gpu)
+            devices.add(on_gpu.device)
             source = inside(common, outer)
             row = _rows(source, row_major(outer.size), local or whole(memory.shape), on_gpu.stride())
             if row is None:
@@ -203,9 +203,9 @@ def _row_runs(weights: LocalWeights, slicer: PatchSlicer, batch: Batch) -> _Runs
             begin = on_gpu.data_ptr() + address * batch.dtype.width
             columns.append(np.stack((entry_first + first, np.full_like(first, length), begin)))
     runs = np.concatenate(columns, axis=1)
-    if len({tensor.device for tensor in tensors}) != 1:
+    if len(devices) != 1:
         return None
-    return _Runs(runs[0], runs[1], runs[2], tensors[0])
+    return _Runs(runs[0], runs[1], runs[2], devices.pop())
 
 
 def _rows(
@@ -233,7 +233,7 @@ def _runs(weights: LocalWeights, batch: Batch) -> _Runs | None:
     runs = runs_of(batch, weights)
     if runs is None:
         return None
-    return _Runs(np.cumsum(runs.numel) - runs.numel, runs.numel, runs.address[0], runs.bases[0])
+    return _Runs(np.cumsum(runs.numel) - runs.numel, runs.numel, runs.address[0], runs.device)
 
 
 def _planes(head: Head, reader: Reader) -> list[tuple[_Plane, Any]] | None:
@@ -283,7 +283,7 @@ def _decode(weights: LocalWeights, group: list[DenseBucket]) -> gpu.changes.Host
     runs = [bucket.runs for bucket in group]
     with on_stream(weights, device):
         blocks = gpu.changes.Blocks(width, np.concatenate([run.numel for run in runs]), device)
-        side = blocks.side_at(np.concatenate([run.address for run in runs]), runs[0].base, [weights])
+        side = blocks.side_at(np.concatenate([run.address for run in runs]), width, [weights])
         data = blocks.empty(sum(bucket.coded.numel() + bucket.decoded_bytes for bucket in group), torch.uint8)
         chunks, planes = zip(*_laid_out(group), strict=True)
         for bucket, offset in zip(group, _offsets(group), strict=True):

@@ -141,7 +141,7 @@ def _encode(
     with on_stream(weights, lot.runs.device):
         copy, addresses = _restored(weights, lot)
         versions = np.stack((addresses, lot.runs.address[0]))
-        runs = replace(lot.runs, address=versions, bases=(copy, lot.runs.bases[0]))
+        runs = replace(lot.runs, address=versions, widths=(copy.element_size(), *lot.runs.widths))
         blocks, (old, new) = runs.blocks()
         bitmap, block_counts = gpu.changes.diff(blocks, old, new)
         compared = ComparedRuns(

@@ -168,7 +168,7 @@ class _Group:
             return
         number = reading.numbers.all()
         by_tensor: dict[int, list[StridedBoxes]] = {}
-        step = reading.width * max(1, _CHUNK // reading.width)
+        step = reading.width * max(1, _chunk(number.device) // reading.width)
         for low in range(0, number.numel(), step):
             for tensor, boxes in self._boxes(number[low : low + step], low, reading.width):
                 by_tensor.setdefault(tensor, []).append(boxes)
@@ -280,9 +280,14 @@ def mixed(number: torch.Tensor, factor: int = _MIX[0]) -> torch.Tensor:
     return (number * factor) >> 40
 
 
+def _chunk(device: torch.device) -> int:
+    """How many elements are processed together on a device."""
+    return _CHUNK if device.type == "cpu" else _GPU_CHUNK
+
+
 def _chunks(bits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
     """Some elements after the other, and where they are."""
-    step = _CHUNK if bits.device.type == "cpu" else _GPU_CHUNK
+    step = _chunk(bits.device)
     return ((slice(low, low + step), bits[low : low + step]) for low in range(0, bits.numel(), step))
 
 

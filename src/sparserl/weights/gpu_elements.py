@@ -90,10 +90,10 @@ def _owner(tensor: torch.Tensor) -> int:
 
 
 def _base(tensor: torch.Tensor) -> torch.Tensor:
-    """What offsets count from: a tensor, as if all memory of its GPU were part of it; or all of its storage."""
-    dtype = INTS[tensor.element_size()]
+    """What offsets count from: for kernels the origin of all memory of their GPU, otherwise the tensor's storage."""
     if gpu.support.obstacle(tensor.device) is None:
-        return tensor.detach().view(dtype)
+        return gpu.changes.origin(tensor.element_size(), tensor.device)
+    dtype = INTS[tensor.element_size()]
     storage = tensor.untyped_storage()
     size = (storage.nbytes() // tensor.element_size(),)
     return torch.empty(0, dtype=dtype, device=tensor.device).set_(storage, 0, size, (1,))

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from ..kernels import gpu
-from ..kernels.gpu.ints import INTS
 from .dtypes import DType
 from .gpu_copies import fetch
 from .local import LocalWeights
@@ -60,16 +58,15 @@ class _Grids(NamedTuple):
 
 @dataclass(frozen=True)
 class SummedGrids:
-    """Grids of one dtype on one GPU, which kernels sum up. No memory of tensors but that of `base` is kept.
+    """Grids of one dtype on one GPU, which kernels sum up. No memory of tensors is kept.
 
     Attributes:
         places: The places that they make up.
         place: The index of the place that each grid belongs to.
-        base: An element on the GPU: addresses count from it.
     """
 
     dtype: DType
-    base: torch.Tensor
+    device: Any
     places: list[Place]
     place: Numbers
     keys: np.ndarray[Any, Any]
@@ -78,10 +75,6 @@ class SummedGrids:
     rows: Numbers
     columns: Numbers
     steps: Numbers
-
-    @property
-    def device(self) -> Any:
-        return self.base.device
 
     @property
     def nbytes(self) -> int:
@@ -100,14 +93,14 @@ class SummedGrids:
 
     def _grid_sums(self) -> np.ndarray[Any, Any]:
         blocks = gpu.changes.Blocks(self.dtype.width, self.rows * self.columns, self.device, self.keys, self.start)
-        side = blocks.side_at(self.address, self.base, [])
+        side = blocks.side_at(self.address, self.dtype.width, [])
         return fetch(gpu.sums.grid_digests(blocks, side, self.columns, self.steps))().view(np.uint64)
 
 
 def split_grids(places: Iterable[Place], weights: LocalWeights) -> tuple[list[Place], list[SummedGrids]]:
     """Split places that are no runs into those for the CPU, and grids on GPUs, by dtype and GPU."""
     elsewhere: list[Place] = []
-    kinds: dict[tuple[DType, Any], tuple[Any, list[Place], list[_Grids]]] = {}
+    kinds: dict[tuple[DType, Any], tuple[list[Place], list[_Grids]]] = {}
     for place in places:
         grids = _grids(weights, place)
         if grids is None:
@@ -115,10 +108,10 @@ def split_grids(places: Iterable[Place], weights: LocalWeights) -> tuple[list[Pl
             continue
         tensor = gpu_tensor(weights.locate(*place)[0])
         kind = weights.table[place[0]].dtype, tensor.device
-        _, its_places, its_grids = kinds.setdefault(kind, (tensor, [], []))
+        its_places, its_grids = kinds.setdefault(kind, ([], []))
         its_places.append(place)
         its_grids.append(grids)
-    return elsewhere, [_summed(weights, dtype, *kind) for (dtype, _), kind in kinds.items()]
+    return elsewhere, [_summed(weights, *kind, *its) for kind, its in kinds.items()]
 
 
 def warm_up(weights: LocalWeights) -> None:
@@ -132,7 +125,7 @@ def warm_up(weights: LocalWeights) -> None:
         for grids in all_grids:
             with on_stream(weights, grids.device):
                 blocks = gpu.changes.Blocks(grids.dtype.width, one, grids.device)
-                side = blocks.side_at(grids.address[:1], grids.base, [])
+                side = blocks.side_at(grids.address[:1], grids.dtype.width, [])
                 fetch(gpu.sums.grid_digests(blocks, side, one, np.zeros((4, 1), np.int64)))()
 
 
@@ -148,17 +141,15 @@ def _grids(weights: LocalWeights, place: Place) -> _Grids | None:
     return _Grids.of(size, memory_strides, tensor_strides)
 
 
-def _summed(
-    weights: LocalWeights, dtype: DType, tensor: torch.Tensor, places: list[Place], grids: list[_Grids]
-) -> SummedGrids:
-    """Grids of one dtype on one GPU, on which `tensor` is."""
+def _summed(weights: LocalWeights, dtype: DType, device: Any, places: list[Place], grids: list[_Grids]) -> SummedGrids:
+    """Grids of one dtype on one GPU."""
     tensors = np.array([number for number, _ in places], np.int64)
     geometry = weights.geometry(tensors, [region for _, region in places])
     place = np.repeat(np.arange(len(places)), [of_place.memory_offset.size for of_place in grids])
     memory_offset = np.concatenate([of_place.memory_offset for of_place in grids])
     return SummedGrids(
         dtype=dtype,
-        base=tensor.detach().view(INTS[dtype.width]).as_strided((1,), (1,)),
+        device=device,
         places=places,
         place=place,
         keys=geometry.keys[place],

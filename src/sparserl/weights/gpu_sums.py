@@ -21,13 +21,11 @@ from .table import TensorSpec, TensorTable
 
 
 class _Tables(NamedTuple):
-    """What kernels need for runs, on a stream and with a tensor at an address."""
+    """What kernels need for runs on a stream."""
 
     stream: int
-    base_address: int
     blocks: gpu.changes.Blocks
-    at: torch.Tensor
-    aligned: bool
+    side: gpu.changes.Side
 
 
 class SummedRuns:
@@ -44,15 +42,13 @@ class SummedRuns:
 
     def sums(self) -> tuple[int, int]:
         """Both element sums of the digest, on the current stream."""
-        (base,) = self._runs.bases
         stream = stream_of(self.device)
         tables = self._tables  # which another thread may replace
-        if tables is None or (tables.stream, tables.base_address) != (stream, base.data_ptr()):
+        if tables is None or tables.stream != stream:
             blocks, (side,) = self._runs.blocks()
-            tables = _Tables(stream, base.data_ptr(), blocks, side.at, side.aligned)
+            tables = _Tables(stream, blocks, side)
             self._tables = tables
-        side = gpu.changes.Side(gpu.changes.as_ints(base), tables.at, tables.aligned, ())
-        return _pair(gpu.changes.digest(tables.blocks, side))
+        return _pair(gpu.changes.digest(tables.blocks, tables.side))
 
 
 def summed_groups(weights: LocalWeights, places: list[Place]) -> tuple[list[Place], list[SummedRuns | SummedGrids]]:

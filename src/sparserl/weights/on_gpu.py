@@ -63,7 +63,7 @@ class Runs:
     columns: Numbers  # elements of each row of a run
     gap: Numbers  # elements of its tensor between two rows; zero for proper runs
     address: Numbers  # versions × runs
-    bases: tuple[torch.Tensor, ...]  # of each version some tensor on the GPU, of its width
+    widths: tuple[int, ...]  # of an element in each version, in bytes
     owners: Sequence[LocalWeights]
 
     @property
@@ -73,7 +73,7 @@ class Runs:
     @property
     def is_cast(self) -> bool:
         """Whether the last version is fp32, which kernels cast where they read it."""
-        return self.bases[-1].element_size() != self.dtype.width
+        return self.widths[-1] != self.dtype.width
 
     @property
     def has_rows(self) -> bool:
@@ -147,8 +147,7 @@ class Runs:
             numel[its_pieces] = [region.numel for region in regions]
         before = np.cumsum(numel) - numel
         offset = before - before[(end - count)[run]]  # elements of its run that precede a piece
-        widths = np.array([[base.element_size()] for base in self.bases])
-        cut = replace(cut, start=cut.start + offset, address=cut.address + offset * widths)
+        cut = replace(cut, start=cut.start + offset, address=cut.address + offset * np.array(self.widths)[:, None])
         for i in np.flatnonzero(cut.gap * offset).tolist():
             cut._set_rows(i)  # noqa: SLF001  # of this class
         return cut
@@ -167,8 +166,8 @@ class Runs:
         arrays = self.numel, self.start, self.table.keys[self.tensor]
         columns = _BlockColumns(*arrays, *((self.columns, self.gap) if self.has_rows else ()))
         blocks = _blocks(self.dtype.width, self.device, stream_of(self.device), columns)
-        versions = zip(self.address, self.bases, strict=True)
-        return blocks, [blocks.side_at(address, base, self.owners) for address, base in versions]
+        versions = zip(self.address, self.widths, strict=True)
+        return blocks, [blocks.side_at(address, width, self.owners) for address, width in versions]
 
 
 def stream_of(device: Any) -> int:
@@ -259,7 +258,7 @@ def split_by_gpu(
             columns=columns[rows],
             gap=gap[rows],
             address=address[:, rows],
-            bases=tuple(_tensor_to_read(weights.locate(*all_places[first])[0]) for weights in versions),
+            widths=tuple(_width_to_read(weights.locate(*all_places[first])[0]) for weights in versions),
             owners=versions,
         )
         by_kind.append(runs)
@@ -285,7 +284,7 @@ def runs_of(batch: Batch, weights: LocalWeights, *, with_rows: bool = False) -> 
         columns=np.ones(gpu_number.size, np.int64),
         gap=np.zeros(gpu_number.size, np.int64),
         address=address[None],
-        bases=(gpu_tensor(weights.locate(*places[0])[0]),),
+        widths=(batch.dtype.width,),
         owners=(weights,),
     )
 
@@ -300,10 +299,9 @@ class _Run(NamedTuple):
     is_cast: bool
 
 
-def _tensor_to_read(memory: Memory) -> Any:
-    """The tensor on a GPU that kernels read for these bits, as it is or with a cast; None if they cannot."""
-    on_gpu = gpu_tensor(memory)
-    return cast_origin(memory) if on_gpu is None else on_gpu
+def _width_to_read(memory: Memory) -> int:
+    """The bytes of an element on a GPU that kernels read for these bits, as they are or with a cast."""
+    return memory.dtype.width if gpu_tensor(memory) is not None else int(cast_origin(memory).element_size())
 
 
 def _run(place: Place, versions: Sequence[LocalWeights], *, with_rows: bool) -> _Run | None:

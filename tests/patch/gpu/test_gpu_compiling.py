@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 
 import pytest
 
@@ -34,6 +35,17 @@ def step(weights, share, seed):
         bits ^= (torch.rand(bits.shape, generator=generator, device="cuda") < share).to(bits.dtype) << 16 * is_wide
 
 
+def on_and_off_boundaries():
+    """Zeros in one tensor; each but the first begins at a 16-byte boundary or, by turns, an element behind one."""
+    begin = 1
+    begins = {}
+    for i, (name, shape) in enumerate(SHAPES.items()):
+        begins[name] = begin
+        begin += -(-math.prod(shape) // 8) * 8 + (7 if i % 2 == 0 else 1)
+    memory = torch.zeros(begin, dtype=torch.bfloat16, device="cuda")
+    return {name: memory[begins[name] :][: math.prod(shape)].view(shape) for name, shape in SHAPES.items()}
+
+
 @compiling
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("profile", ["auto", "ulp", "ctx", "gap", "raw"])
@@ -45,7 +57,7 @@ def test_nothing_is_compiled_after_attaching(tmp_path, monkeypatch, profile, dty
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **facts: compiled.append(facts["fn"].name))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     weights = {name: torch.randn(shape, device="cuda").to(dtype) for name, shape in SHAPES.items()}
-    received = {name: torch.zeros_like(tensor, dtype=torch.bfloat16) for name, tensor in weights.items()}
+    received = on_and_off_boundaries()
     wide = dtype == torch.float32
 
     def published():

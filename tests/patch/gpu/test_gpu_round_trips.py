@@ -72,6 +72,35 @@ def test_round_trips(name, profile, nothing_leaves_the_gpu):
 
 
 @needs_gpu
+@pytest.mark.parametrize("profile", ["raw", "ulp", "ctx"])
+def test_tensors_on_and_off_boundaries(profile):
+    """Tensors at 16-byte boundaries have their own bits, though the first of all weights is not at one."""
+    old, new = two_versions("bfloat16", {"off": (3, 41), "on": (64, 63), "also off": (5,)})
+    begins = {"off": 1, "on": 128, "also off": 64 + 64 * 64 + 3}
+
+    def in_one_tensor(weights):
+        memory = torch.zeros(begins["also off"] + 8, dtype=torch.bfloat16, device=DEVICE)
+        views = {}
+        for name, bits in weights.items():
+            views[name] = memory[begins[name] :][: bits.array.size].view(bits.array.shape)
+            views[name].copy_(gpu_tensor(bits))
+        return views
+
+    live = in_one_tensor(old)
+    assert [tensor.data_ptr() % 16 for tensor in live.values()] == [2, 0, 6]
+    assert sparserl.digest(live) == sparserl.digest(old)
+    patches = [
+        sparserl.diff(on_gpu(old), on_gpu(new), profile=profile),
+        sparserl.diff(live, in_one_tensor(new), profile=profile),
+    ]
+    assert same_entries(*patches)
+    for patch in patches:
+        live = in_one_tensor(old)
+        patch.apply(live)
+        assert same_bits(live, new)
+
+
+@needs_gpu
 @pytest.mark.long
 def test_every_pattern():
     """Payloads of NaNs, signs of zeros, infinities and subnormals are bits like all others."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
@@ -77,6 +77,16 @@ class BlockTable(NamedTuple):
     start: torch.Tensor  # where the part begins in its tensor, for digests
     columns: torch.Tensor  # elements of a row; what this and `gap` have means nothing where all parts are runs
     gap: torch.Tensor  # elements of the tensor between two rows
+
+
+@cache
+def origin(width: int, device: torch.device) -> torch.Tensor:
+    """Where kernels count elements of a width from: at a 16-byte boundary, wherever weights lie.
+
+    From an element of the weights, no distance to a part at such a boundary might be a whole number of 16 bytes. And
+    Triton compiles a kernel once more for pointers that are not aligned.
+    """
+    return torch.empty(16 // width, dtype=INTS[width], device=device)
 
 
 class Blocks:
@@ -185,16 +195,15 @@ class Blocks:
         sizes = [t.numel() for t in flat]
         if sizes != self.sizes.tolist() or any(t.element_size() != self.width for t in flat):
             raise ValueError("the tensors do not have the sizes that the blocks were made for")
-        base = next((t for t in flat if t.numel()), self.empty(1, INTS[self.width]))
-        return self.side_at(np.array([t.data_ptr() for t in flat], np.int64), base, flat)
+        return self.side_at(np.array([t.data_ptr() for t in flat], np.int64), self.width, flat)
 
-    def side_at(self, address: np.ndarray[Any, Any], base: torch.Tensor, owners: Sequence[Any]) -> Side:
+    def side_at(self, address: np.ndarray[Any, Any], width: int, owners: Sequence[Any]) -> Side:
         """One version of the weights, by the parts' addresses; `owners` keep their memory alive.
 
-        base: some tensor of that version's dtype: as wide as the blocks' elements, or fp32 that is cast to bf16.
+        width: the bytes of an element in that version: as wide as the blocks' elements, or fp32 that is cast to bf16.
         """
-        base = as_ints(base)
-        offset = (address - base.data_ptr()) // base.element_size()
+        base = origin(width, self.device)
+        offset = (address - base.data_ptr()) // width
         at = self.cached(("side", offset.tobytes()), lambda: self.upload(offset))
         return Side(base, at, not (address & 15).any(), owners)
 

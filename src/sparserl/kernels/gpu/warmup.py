@@ -111,7 +111,8 @@ def _compare(blocks: changes.Blocks, old: changes.Side, new: changes.Side, kind:
     one = np.ones(1, np.int64)
     cells.key_histogram(blocks, old, kind, np.zeros(_PARTS, np.int64), one, one)
     offsets = torch.arange(4, device=blocks.device)
-    cells.scatter(old.base, offsets, cells.gather(old.base, offsets))
+    some = torch.zeros(4, dtype=INTS[blocks.width], device=blocks.device)
+    cells.scatter(some, offsets, cells.gather(some, offsets))
 
 
 def _locate(blocks: changes.Blocks, old: changes.Side, new: changes.Side) -> None:

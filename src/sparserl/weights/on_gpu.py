@@ -167,7 +167,8 @@ class Runs:
         columns = _BlockColumns(*arrays, *((self.columns, self.gap) if self.has_rows else ()))
         blocks = _blocks(self.dtype.width, self.device, stream_of(self.device), columns)
         versions = zip(self.address, self.widths, strict=True)
-        return blocks, [blocks.side_at(address, width, self.owners) for address, width in versions]
+        aligned = bool(self.aligned.all())
+        return blocks, [blocks.side_at(at, width, self.owners, aligned=aligned) for at, width in versions]
 
 
 def stream_of(device: Any) -> int:

@@ -17,6 +17,7 @@ from sparserl.weights.dtypes import BY_NAME, Bits
 from sparserl.weights.local import LocalWeights
 from tests.patch.gpu.gpu_weights import (
     CUDA,
+    DEVICE,
     gpu_tensor,
     needs_gpu,
     needs_kernels,
@@ -109,6 +110,18 @@ def test_tables_are_kept():
         assert np.array_equal(found, runs.address[0])
     assert all(blocks is made[0][0] for blocks, _ in made)
     assert len(blocks._cache) <= 8
+
+
+@needs_kernels
+@pytest.mark.parametrize("begins", [(8, 8), (8, 9), (9, 8), (9, 9)])
+def test_versions_are_aligned_alike(begins):
+    """Kernels are compiled for versions that all begin at 16-byte boundaries, and for those that do not."""
+    memory = torch.zeros(64, dtype=torch.bfloat16, device=DEVICE)
+    versions = [LocalWeights.of({"w": memory[begin:][:40]}) for begin in begins]
+    (runs,) = device.groups(device.split_by_gpu(versions[0].places, *versions)[1])
+    with device.on_stream(versions[0], runs.device):
+        _, sides = runs.blocks()
+    assert [side.aligned for side in sides] == [begins == (8, 8)] * 2
 
 
 @needs_kernels

@@ -197,15 +197,21 @@ class Blocks:
             raise ValueError("the tensors do not have the sizes that the blocks were made for")
         return self.side_at(np.array([t.data_ptr() for t in flat], np.int64), self.width, flat)
 
-    def side_at(self, address: np.ndarray[Any, Any], width: int, owners: Sequence[Any]) -> Side:
+    def side_at(
+        self, address: np.ndarray[Any, Any], width: int, owners: Sequence[Any], *, aligned: bool | None = None
+    ) -> Side:
         """One version of the weights, by the parts' addresses; `owners` keep their memory alive.
 
         width: the bytes of an element in that version: as wide as the blocks' elements, or fp32 that is cast to bf16.
+        aligned: whether all parts begin at 16-byte boundaries; False also where other versions' do not, since kernels
+            are compiled for versions alike. By default, what the addresses say.
         """
+        if aligned is None:
+            aligned = not (address & 15).any()
         base = origin(width, self.device)
         offset = (address - base.data_ptr()) // width
         at = self.cached(("side", offset.tobytes()), lambda: self.upload(offset))
-        return Side(base, at, not (address & 15).any(), owners)
+        return Side(base, at, aligned, owners)
 
     def cached(self, key: tuple[str, bytes], make: Callable[[], T]) -> T:
         """A value that depends on these blocks and the key alone; it is made once."""

@@ -181,6 +181,21 @@ def test_what_is_not_explained(way, reason):
         load_watched(live, load, weights(w=SHAPE))
 
 
+@pytest.mark.parametrize("value", [1.0, -1.0, 0.0, float("inf")])
+def test_numbers_that_may_have_been_computed(value):
+    """A one that was read may have been written, or its reciprocal; another number has been written itself."""
+    live = {"scale": torch.zeros(1)}
+
+    def load(some):
+        for _, tensor in some:
+            live["scale"].fill_(tensor.item())
+
+    with pytest.raises(NotExplained, match="'scale' is more than copied"):
+        load_watched(live, load, {"scale": torch.full((1,), value)})
+    (piece,) = load_watched(live, load, {"scale": torch.full((1,), 0.75)})
+    assert (piece.tensor, piece.live) == ("scale", "scale")
+
+
 class Magnitudes(torch.Tensor):
     """A class of tensors whose views are absolute values, in memory that it had before."""
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sparserl.errors import UnsupportedTensor
-from sparserl.targets import numbering
+from sparserl.targets import engine_layout, numbering
 from sparserl.targets.numbering import number_pieces
 from sparserl.targets.pieces import CheckpointTensor, span
 from tests.targets.test_kernel_layouts import checkpoint, learnt, padded, shuffled, started, vnni
@@ -110,6 +110,45 @@ def test_a_factor_that_goes_unseen_is_noticed(factor, shape):
 
     with pytest.raises(UnsupportedTensor, match=r"'layers.0.w' is not a copy"):
         find_pieces(tensors, live, load)
+
+
+def written_as_a_number(function):
+    """A function of Python numbers."""
+    return lambda live, tensor: live.fill_(function(float(tensor)))
+
+
+def written_unseen(function):
+    return lambda live, tensor: in_a_thread(live, function(tensor))
+
+
+COMPUTED = {
+    "reciprocal": lambda live, tensor: live.copy_(1 / tensor),
+    "reciprocal in place": lambda live, tensor: live.copy_(tensor).reciprocal_(),
+    "square": lambda live, tensor: live.copy_(tensor * tensor),
+    "root": lambda live, tensor: live.copy_(tensor.sqrt()),
+    "magnitude": lambda live, tensor: live.copy_(tensor.abs()),
+    "reciprocal as a number": written_as_a_number(lambda value: 1 / value if value else 0.0),
+    "square as a number": written_as_a_number(lambda value: value * value),
+    "reciprocal unseen": written_unseen(torch.reciprocal),
+    "square unseen": written_unseen(torch.square),
+    "magnitude unseen": written_unseen(torch.abs),
+}
+
+
+@pytest.mark.parametrize("value", [1.0, 2.0, 0.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("way", COMPUTED)
+def test_a_scale_of_which_something_is_computed(way, dtype, value):
+    """A scale that is kept as its reciprocal, say, is no copy and no constant, though one and zero are their own."""
+    scale = torch.full((1,), value, dtype=dtype)
+    live = {"layers.0.scale": torch.zeros(1, dtype=dtype)}
+
+    def load(some):
+        for name, tensor in some:
+            COMPUTED[way](live[name], tensor)
+
+    with pytest.raises(UnsupportedTensor, match=r"'layers\.0\.scale' is not a copy"):
+        engine_layout.find_pieces(specs(live, (1,), dtype), live, load, lambda _: load([("layers.0.scale", scale)]))
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])

@@ -17,6 +17,7 @@ from ..weights.region import Region, Shape
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 Numbers = npt.NDArray[np.int64]
 _FRACTION = 2.0**-12
+_SIGNIFICANT = {4: 3, 8: 8}  # bits of the numbers that stand for digits of so many bits: those of e5m2 and of bf16
 _COMPARED_AT_ONCE = 1 << 24  # elements, so that a comparison needs little memory on a GPU
 _LAYER = re.compile(r".*?\.\d+\.")
 
@@ -137,16 +138,20 @@ def patterns(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def letters(bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """The bits of every digit in a dtype, as numbers that no cast, clamp or absolute value leaves alone.
+    """The bits of every digit in a dtype, as numbers that no cast, clamp, power or absolute value leaves alone.
 
-    Digits are whole numbers from 1 on, and the upper half of them negative, from the opposite of the last one on. In
-    fp32 and wider they have a fraction that narrower dtypes round away.
+    Digits are whole numbers that every dtype represents (`_SIGNIFICANT` bits are enough); the upper half is negative,
+    and rises towards zero. No two have the same absolute value, none is the reciprocal of another, and none is a power
+    of two, which scales often are. In fp32 and wider they have a fraction that narrower dtypes round away.
     """
     if dtype.is_complex:
         raise UnsupportedTensor(f"{dtype} is not supported")
-    digits = torch.arange(1 << bits, dtype=torch.float64, device="cpu")
-    is_signed = dtype.is_floating_point or (dtype != torch.bool and torch.iinfo(dtype).min < 0)
-    numbers = torch.where(digits < (1 << bits - 1), digits + 1, digits - (1 << bits)) if is_signed else digits + 1
+    ends = range(1 << _SIGNIFICANT[bits])
+    sizes = {end << shift for end in ends if end & (end - 1) for shift in range(bits + 1)}
+    numbers = torch.tensor(sorted(sizes)[: 1 << bits], dtype=torch.float64, device="cpu")
+    if dtype.is_floating_point or (dtype != torch.bool and torch.iinfo(dtype).min < 0):
+        half = 1 << bits - 1
+        numbers[half:] = -numbers[half:].flip(0)
     if dtype.is_floating_point and dtype.itemsize >= 4:
         numbers += torch.sign(numbers) * _FRACTION
     return patterns(numbers.to(dtype))

@@ -238,9 +238,12 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
                 start += tensor.shape[axis]
 
     def _fill(self, tensor: torch.Tensor, value: Any) -> None:
-        """A constant, or the one element that was just read as a number, and no other before it."""
+        """A constant, or the one element that was just read as a number, and no other before it.
+
+        A zero, a one or an infinity may be its square, its root or its reciprocal just as well.
+        """
         number = self._number
-        if number is not None and tensor.numel() == 1 and value == number[0]:
+        if number is not None and tensor.numel() == 1 and value == number[0] and abs(value) not in (0, 1, math.inf):
             self._number = None
             self._write(tensor, number[1].reshape(tensor.shape))
         else:

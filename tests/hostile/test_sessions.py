@@ -186,9 +186,8 @@ import os, sys, time, numpy as np, sparserl
 weights = {"w": np.arange(1000, dtype=np.float32)}
 publisher = sparserl.Publisher(sys.argv[1], weights, state=sys.argv[2])
 publisher.publish()
-worker = os.fork()  # which outlives the publisher, as the workers of a data loader may
-if worker:
-    print(publisher.run, worker, flush=True)
+if not os.fork():  # a worker that outlives the publisher, as those of a data loader may
+    print(publisher.run, os.getpid(), flush=True)
 time.sleep(600)
 """
 

@@ -13,6 +13,20 @@ MUTANTS = (
         Tests("hostile/test_odd_files.py", "what_was_verified"),
     ),
     Mutant(
+        "digits may be numbers that are their own reciprocals",
+        "targets/pieces.py",
+        "if end & (end - 1)",
+        "if end",
+        Tests("targets/test_numbering.py", "scale_of_which"),
+    ),
+    Mutant(
+        "a one that was read is taken for what was written",
+        "targets/watching.py",
+        " and abs(value) not in (0, 1, math.inf)",
+        "",
+        Tests("targets/test_first_load.py", "may_have_been_computed"),
+    ),
+    Mutant(
         "the last pass repeats the first mixed one",
         "targets/numbering.py",
         "return digit if last == 0 else most - digit",

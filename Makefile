@@ -74,10 +74,11 @@ rest: docs long-unit test-vllm $(foreach half,$(HALVES),$(FRAMEWORKS_$(half))) m
 mutants-noticed: $(STAMP)  # without the tests on the unbroken code
 	$(BIN)/python -m tests.mutants run --green --one-in $(ONE_IN)
 
+nightly: export HYPOTHESIS_PROFILE ?= night
 nightly: $(STAMP) $(VLLM)/.installed $(TRL)/.installed $(FRAMEWORKS_0) $(FRAMEWORKS_1) test-sglang  ## what CI leaves out; see CONTRIBUTING.md
 	$(MAKE) long
 	$(BIN)/python -m pytest -n 2 -m nightly
-	$(VLLM_NUMBA) $(VLLM)/bin/python -m pytest -m long $(VLLM_TESTS)
+	$(MAKE) test-vllm
 	$(TRL)/bin/python -m pytest -m long tests/integrations/test_trl.py
 	SPARSERL_KILLS=all $(BIN)/python -m pytest -n 2 -m 'long and not alone' -k 'at_any_moment'
 	$(MAKE) mutants
@@ -123,7 +124,7 @@ vllm: $(VLLM)/.installed  ## and what the processes of its tests would each comp
 	$(VLLM_NUMBA) $(VLLM)/bin/python -m sparserl warmup --dtype bfloat16 --dtype float32
 
 test-vllm: $(VLLM)/.installed  ## vLLM on the CPU, in an environment of its own, which has another Numba
-	$(VLLM_NUMBA) $(VLLM)/bin/python -m pytest -m 'not long' $(VLLM_TESTS)
+	$(VLLM_NUMBA) $(VLLM)/bin/python -m pytest --one-in $(ONE_IN) $(VLLM_TESTS)
 
 define needs  # variables that must name checkouts: without them tests would be skipped, and seem to pass
 	@$(BIN)/python -m tests.integrations.checkouts $(1)

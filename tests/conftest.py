@@ -10,14 +10,15 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from tests import turns
+from tests import effort, turns
 from tests.servers import NoServer, Server, running
 
 _CALM = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("short", max_examples=40, **_CALM)
+settings.register_profile("short", max_examples=effort.BY_DAY, **_CALM)
+settings.register_profile("night", max_examples=effort.AT_NIGHT, **_CALM)
 settings.register_profile("long", max_examples=20_000, **_CALM)
 settings.register_profile(  # for mutants: the first example that fails will do
-    "first", max_examples=40, phases=(Phase.explicit, Phase.generate), report_multiple_bugs=False, **_CALM
+    "first", max_examples=effort.AT_NIGHT, phases=(Phase.explicit, Phase.generate), report_multiple_bugs=False, **_CALM
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs tests in the background may have it ignored

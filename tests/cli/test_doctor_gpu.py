@@ -42,9 +42,14 @@ def gpus(monkeypatch: pytest.MonkeyPatch, **answers: object) -> list[Finding]:
     ("answers", "switch", "reason"),
     [
         ({"capability": (7, 5)}, "on", "its compute capability is 7.5, the kernels need 8.0"),
-        ({"hip": "6.4"}, "on", "the kernels are for NVIDIA's GPUs"),
-        ({"which": "lambda name: None"}, "on", "Triton finds no C compiler: neither gcc nor clang, nor"),
-        ({}, "off", "SPARSERL_GPU is off"),
+        pytest.param({"hip": "6.4"}, "on", "the kernels are for NVIDIA's GPUs", marks=pytest.mark.long),
+        pytest.param(
+            {"which": "lambda name: None"},
+            "on",
+            "Triton finds no C compiler: neither gcc nor clang, nor",
+            marks=pytest.mark.long,
+        ),
+        pytest.param({}, "off", "SPARSERL_GPU is off", marks=pytest.mark.long),
     ],
 )
 def test_obstacles(monkeypatch: pytest.MonkeyPatch, answers: dict[str, object], switch: str, reason: str) -> None:
@@ -67,6 +72,7 @@ def test_a_kernel_that_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
         assert finding.text.endswith("; SPARSERL_GPU=off does without kernels")
 
 
+@pytest.mark.long
 def test_an_unknown_word(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told where it matters."""
     monkeypatch.setenv("SPARSERL_GPU", "false")

@@ -16,6 +16,7 @@ from sparserl.errors import InvalidField, Truncated, UnsupportedFormat
 from sparserl.kernels import reference
 from sparserl.weights.dtypes import BY_NAME, DTYPES
 from tests.codec.placed_changes import full, made, there_and_back
+from tests.effort import examples
 
 each_profile = pytest.mark.parametrize("profile", codec.PROFILES.values(), ids=lambda p: p.name)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
@@ -87,7 +88,7 @@ def test_parts_are_written_as_if_they_were_joined(profile):
     st.integers(10, 13),
     st.integers(8, 12),
 )
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_profiles_under_any_layout(profile, dtype, seed, sizes, density, tile_log, chunk_log):
     """However streams are cut into tiles and chunks."""
     layout, positions, words = made(seed, dtype, sizes, density, tile_log, chunk_log)

@@ -174,6 +174,7 @@ def _fail(rank, group, pipe, url: str):
     return ""
 
 
+@pytest.mark.long
 def test_all_ranks_raise_what_fails_on_the_first(tmp_path):
     """The others would wait for it for ever, at the barrier that comes next."""
     with ranks(2, _fail, f"file://{tmp_path}/run") as started:

@@ -127,7 +127,7 @@ def test_two_ranks_follow(sglang, tmp_path):
         assert client.checksum() == sum_2
 
 
-@pytest.mark.parametrize("profile", ["auto", "ctx", "ulp"])
+@pytest.mark.parametrize("profile", ["ctx", *(pytest.param(name, marks=pytest.mark.long) for name in ("auto", "ulp"))])
 def test_patches_are_cut_along_ranks(sglang, tmp_path, monkeypatch, profile):
     """At its first commit an engine says which parts its ranks have; then each fetches its share, in any profile."""
     monkeypatch.setattr(buckets, "choose_classes", always)
@@ -213,6 +213,7 @@ def test_what_fails(sglang, tmp_path):
         assert not server.paused
 
 
+@pytest.mark.long
 def test_a_release_without_update_sessions(tmp_path, monkeypatch):
     """Slime has such a one: the cache is flushed before the update, when requests have ended; drafts are left alone."""
     trainer = Trainer(tmp_path)

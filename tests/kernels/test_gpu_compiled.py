@@ -32,7 +32,7 @@ _TILE_LOG = 16
 @pytest.mark.parametrize(
     ("capability", "widths"),
     [
-        pytest.param(80, "24", id="80"),
+        pytest.param(80, "24", id="80", marks=pytest.mark.long),
         pytest.param(80, "18", id="80, of other widths", marks=pytest.mark.long),
         pytest.param(89, "1248", id="89", marks=pytest.mark.nightly),
         pytest.param(90, "1248", id="90", marks=pytest.mark.long),

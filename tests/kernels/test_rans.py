@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sparserl.codec.coders import Rans, chunk_addresses, decode_chunks
 from sparserl.errors import InvalidField
 from sparserl.kernels import cpu, reference
+from tests.effort import examples
 
 POISON = 0xA5
 SIZES = (
@@ -268,7 +269,7 @@ def test_tables_that_do_not_add_up_are_refused(table):
 
 
 @given(st.binary(max_size=60))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_any_table_adds_up_or_is_refused(data):
     """Whatever stands where a table should be: refused, or frequencies of 4096 in all."""
     freq = np.empty(256, np.uint32)
@@ -352,7 +353,7 @@ def test_words_that_are_missing_are_not_zeros():
 
 
 @given(st.binary(max_size=200), st.integers(0, 5000))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_any_bytes_as_a_chunk(data, size):
     """Bytes that no coder wrote, for any size: refused, or as many symbols as were due."""
     try_to_decode(data, size)

@@ -22,7 +22,7 @@ MUTANTS = (
     Mutant(
         "a one that was read is taken for what was written",
         "targets/watching.py",
-        " and abs(value) not in (0, 1, math.inf)",
+        " and not is_own_square",
         "",
         Tests("targets/test_first_load.py", "may_have_been_computed"),
     ),

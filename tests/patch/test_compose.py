@@ -18,6 +18,7 @@ from sparserl.weights.dtypes import BY_NAME, Bits
 from sparserl.weights.tensors import memories
 from tests.boxed_shards import diff_shards
 from tests.class_choice import always
+from tests.effort import examples
 
 PROFILES = ("auto", "raw", "gap", "ulp", "ctx")
 KINDS = {
@@ -52,7 +53,7 @@ def shrink(patcher):
         patcher.setattr(importlib.import_module(module), name, value)
 
 
-@pytest.fixture(params=["one piece", "many pieces"])
+@pytest.fixture(params=[pytest.param("one piece", marks=pytest.mark.long), "many pieces"])
 def size(request, monkeypatch):
     """As shipped, where the small tensors here are one piece each, and so small that they are many."""
     if request.param == "many pieces":
@@ -122,7 +123,7 @@ def differing(start, end):
     st.sampled_from(PROFILES),
     st.booleans(),
 )
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 def test_squash_with_the_base_equals_applying_in_turn(seed, links, profile, many):
     """Any chain, any mix of profiles, to any profile: the last version exactly, and only what really differs."""
     with pytest.MonkeyPatch.context() as patcher:

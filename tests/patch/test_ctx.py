@@ -14,6 +14,7 @@ from sparserl.kernels import reference
 from sparserl.weights.dtypes import BY_NAME, DTYPES, Bits
 from tests.boxed_shards import diff_shards
 from tests.class_choice import always
+from tests.effort import examples
 
 BF16 = BY_NAME["bfloat16"]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
@@ -110,7 +111,7 @@ def test_unstructured_bits_of_every_dtype(dtype):
 
 
 @given(st.integers(0, 4999), st.integers(0, 15), st.integers(0, 2**32))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_a_vouched_wrong_base(at, bit, seed):
     """Refused with nothing touched; or, where the wrong bit makes no difference, the changes land where they belong."""
     rng = np.random.default_rng(seed % 7)

@@ -14,6 +14,7 @@ from sparserl.errors import FormatError, TensorMismatch, UnsupportedFormat
 from sparserl.weights.dtypes import BY_NAME
 from tests.class_choice import always
 from tests.dtypes import each_dtype
+from tests.effort import examples
 from tests.patch.changed_weights import (
     CHANGES,
     PROFILES,
@@ -70,7 +71,7 @@ def test_every_kind_of_change(dtype, profile):
     st.sampled_from(LAYOUTS),
     st.sampled_from((1, 2, 3)),
 )
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_any_weights_in_any_memory(choices, data, profile, holder, layout, other, threads):
     """Mixed dtypes, held by torch or NumPy in any layout on either side: exact, and only in place."""
     old, new, dtypes = data.draw(weights_pairs(choices))
@@ -195,7 +196,7 @@ def test_an_fp32_router_among_bf16_experts_stays_fp32(profile):
 
 @common_or_all_dtypes
 @given(st.data(), st.sampled_from(PROFILES), st.integers(0, 2**32), st.sampled_from((0.0, 0.1, 1.0)))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_known_positions_may_be_a_superset(choices, data, profile, seed, extra):
     """Any superset of the changes, in any order, with repeats, gives the very patch of a full comparison."""
     old, new, dtypes = data.draw(weights_pairs(choices))

@@ -18,6 +18,7 @@ from sparserl.patch import apply
 from sparserl.patch.contents import BucketList, Contents, Ends
 from sparserl.weights.dtypes import BY_NAME
 from tests.class_choice import always
+from tests.effort import examples
 from tests.patch.changed_weights import (
     PROFILES,
     assert_same,
@@ -37,7 +38,7 @@ def classes(monkeypatch):
 
 @common_or_all_dtypes
 @given(st.sampled_from(PROFILES), st.data())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_a_wrong_base_is_refused_untouched(choices, profile, data):
     """One flipped bit anywhere in the weights, and the patch is refused before a bit is touched."""
     old, new, dtypes = data.draw(weights_pairs(choices).filter(lambda p: any(b.size for b in p[0].values())))

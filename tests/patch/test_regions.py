@@ -17,6 +17,7 @@ from sparserl.weights.marks import Bitmap
 from sparserl.weights.region import whole
 from tests.boxed_shards import diff_shards
 from tests.class_choice import always
+from tests.effort import examples
 
 PROFILES = ("auto", "raw", "gap", "ulp", "ctx")
 each_profile = pytest.mark.parametrize("profile", PROFILES)
@@ -119,7 +120,7 @@ def partitions(draw, region, depth=4):
     st.sampled_from(PROFILES),
     st.sampled_from([16, 100, 1 << 20]),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_any_partition_in_any_order(data, shape, uint, profile, piece):
     """Random boxes, merged in random order and in two stages, cut into pieces or not: the whole, exactly."""
     old, new = versions(shape, data.draw(st.sampled_from([0.05, 0.5, 1.0])), data.draw(st.integers(0, 2**32)), uint)

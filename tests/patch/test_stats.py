@@ -218,7 +218,9 @@ def drawn(rng, dtype, size, how):
 
 
 @each_profile
-@pytest.mark.parametrize("name", ["uint8", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize(
+    "name", ["bfloat16", "float32", *(pytest.param(name, marks=pytest.mark.long) for name in ("uint8", "float64"))]
+)
 def test_never_much_larger_than_the_dense_bits(name, profile):
     """Whatever changes and however much, a patch takes at most the dense bytes, 1% and a kilobyte."""
     rng = np.random.default_rng(3)

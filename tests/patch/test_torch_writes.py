@@ -200,6 +200,7 @@ def test_obstacles(monkeypatch, change, reason):
     assert said is None if reason is None else reason in said
 
 
+@pytest.mark.long
 def test_nothing_of_triton_is_needed():
     """Neither to write nor to read."""
     import subprocess

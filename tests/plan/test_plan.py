@@ -18,6 +18,7 @@ from sparserl.patch.decode import flatten
 from sparserl.plan import Changes, buckets
 from sparserl.plan.estimates import index_bits
 from sparserl.weights.dtypes import BY_NAME, Bits
+from tests.effort import examples
 
 PROFILES = ("auto", "raw", "gap", "ulp", "ctx")
 HOMES = {
@@ -284,7 +285,7 @@ def claims(table, parts):
     st.sampled_from([("ulp", "gap", "raw"), ("raw",), ("gap",), ("ulp",)]),
     st.booleans(),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_routing_loses_nothing(seed, shapes, density, changes, payload, names, can_be_dense):
     """Split, routed dense or left alone: every change comes out exactly once, with its word and its step."""
     rng = np.random.default_rng(seed)

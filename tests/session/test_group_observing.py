@@ -106,7 +106,7 @@ def work_tracked(rank, group, pipe, folder, memory):
     return tracks(group, folder, memory) if rank == 0 else follow_tracked(group)
 
 
-@pytest.mark.parametrize(("memory", "has_bits"), [(None, True), (10, False)])
+@pytest.mark.parametrize(("memory", "has_bits"), [(None, True), pytest.param(10, False, marks=pytest.mark.long)])
 def test_a_tracked_source_is_observed_with_its_old_bits(tmp_path, memory, has_bits):
     """As with a publisher to a store: a copy is kept where it fits the memory, and its old bits are counted."""
     with ranks(2, work_tracked, str(tmp_path), memory) as started:

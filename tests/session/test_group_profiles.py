@@ -78,7 +78,11 @@ class Unseen:
 
 @pytest.mark.parametrize(
     ("takes", "used"),
-    [([("raw",)], {"raw"}), ([("raw", "gap"), ("gap", "ulp")], {"gap"}), ([("ctx", "raw"), None], {"raw"})],
+    [
+        ([("raw", "gap"), ("gap", "ulp")], {"gap"}),
+        pytest.param([("raw",)], {"raw"}, marks=pytest.mark.long),
+        pytest.param([("ctx", "raw"), None], {"raw"}, marks=pytest.mark.long),
+    ],
 )
 def test_patches_are_in_what_all_ranks_take(takes, used):
     """Whatever `auto` would choose."""
@@ -98,21 +102,23 @@ def test_patches_are_in_what_all_ranks_take(takes, used):
             [("raw", "gap", "ulp"), None],
             "the next version is in profile ctx, but only gap, raw, ulp can be taken: publish with profile='ulp'",
         ),
-        (
+        pytest.param(
             {"baseline": "none"},
             [("raw",), None],
             (
                 "the next version is in profile ulp, but only raw can be taken: publish with profile='raw', "
                 "or with baseline='host', which keeps what is needed to encode it for all receivers"
             ),
+            marks=pytest.mark.long,
         ),
-        (
+        pytest.param(
             {},
             [("raw",), ("ulp", "ctx")],
             (
                 "the receivers have no profile in common: rank 1 takes only raw, rank 2 takes only ctx, ulp: "
                 "give all receivers targets whose `profiles` have one in common, such as 'raw'"
             ),
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -145,6 +151,7 @@ def behind_relay(rank, group, pipe, url):
     return out
 
 
+@pytest.mark.long
 def test_a_publisher_hears_what_ranks_behind_a_relay_take(tmp_path):
     """What one of them refuses is told to the publisher, which keeps to it: then all go on by patches."""
     url = f"file://{tmp_path}/store"

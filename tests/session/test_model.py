@@ -39,6 +39,8 @@ EXPLORED = {
     ),
 }
 LONG = (
+    "anchors, lost and late replies",
+    "two targets",
     "outages",
     "streams, with outages",
     "streams, with garbage and outages",
@@ -115,7 +117,21 @@ HOLES = {
 }
 
 
-@pytest.mark.parametrize("name", HOLES)
+LONG_HOLES = (
+    "buckets of another patch go on after an outage",
+    "buckets of another patch go on after an outage, but verified",
+    "garbage collected by shared names",
+    "lost reply taken for a failure",
+    "names by version",
+    "reported apart from the bits",
+    "stale baseline after the head moved",
+    "unconditional put of the head",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG_HOLES else []) for name in HOLES]
+)
 def test_a_hole_is_found(name):
     hole = HOLES[name]
     found = explore(hole.protocol, hole.bounds)

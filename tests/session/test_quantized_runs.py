@@ -314,6 +314,7 @@ def held_by_publisher(folder, weights):
         return held_bytes() - before
 
 
+@pytest.mark.long
 def test_memory_is_that_of_one_baseline(tmp_path, monkeypatch):
     """After publishes, there is one copy of the weights and hardly anything beside it, for both runs."""
     monkeypatch.setattr(batches, "PIECE_BYTES", 1 << 16)  # staging buffers are kept, whatever the size of a model

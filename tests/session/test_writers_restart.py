@@ -108,7 +108,8 @@ def attempts(tmp_path: Path, sizes: list[int], **options) -> None:
     assert all(options["profile"] in step.profiles for step in steps if step.base is not None)
 
 
-@pytest.mark.parametrize("profile", ["ctx", pytest.param("gap", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("profile", ["ctx", "gap"])
 def test_more_or_fewer_ranks_go_on_with_a_run_from_the_store(tmp_path, profile):
     attempts(tmp_path, [2, 3, 1, 2], profile=profile, anchor_after=100.0)
 

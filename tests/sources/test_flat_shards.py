@@ -103,10 +103,10 @@ def refused(model):
         sparserl.sources.fsdp(model).weights()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "tracked"),
-    [("FULL_SHARD", False), pytest.param("FULL_SHARD", True, marks=pytest.mark.long)]
-    + [pytest.param(name, False, marks=pytest.mark.long) for name in ("SHARD_GRAD_OP", "NO_SHARD")],
+    [("FULL_SHARD", False), ("FULL_SHARD", True), ("SHARD_GRAD_OP", False), ("NO_SHARD", False)],
 )
 def test_fsdp1(tmp_path, strategy, tracked):
     """Every version arrives bit for bit, each rank publishes its own elements, and of whole copies one is published."""
@@ -189,6 +189,7 @@ def zero3_attributes(rank, group, pipe, folder):
     return count
 
 
+@pytest.mark.long
 def test_partitions_of_zero3(tmp_path):
     """Partitions are put where they belong, padding is left out, and what is not in memory is refused."""
     with ranks(2, zero3_attributes, str(tmp_path)) as started:

@@ -16,7 +16,7 @@ from tests.sources.small_trainer import BF16, SHAPES, Both, Fixed, Line, Trainer
 torch = pytest.importorskip("torch")
 
 
-@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("make", [pytest.param(sgd, marks=pytest.mark.long), adam])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_publish_is_exact(shape, make):
     """Several steps a publish, accumulated gradients, skipped steps, buffers that change outside: nothing is missed."""

@@ -66,7 +66,7 @@ def halves(table):
     return Holdings(table, {str(i): [(0, box), *rest] for i, box in enumerate(boxes)})
 
 
-@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("cut", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("profile", PROFILES)
 def test_the_same_bytes_as_with_a_full_baseline(profile, cut, small_pieces):
     """Over random steps, several a publish, with publishes that fail; also cut along what receivers have."""

@@ -89,6 +89,7 @@ def test_a_file_of_certificates_that_has_none(tmp_path: Path, certificates: Cert
             open_store("https://localhost", ca=path)
 
 
+@pytest.mark.long
 def test_the_command_line_takes_certificates(server: str, certificates: Certificates) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "SSL_CERT_FILE"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)

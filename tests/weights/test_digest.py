@@ -20,6 +20,7 @@ from sparserl.weights.local import LocalWeights
 from sparserl.weights.region import Region, whole
 from sparserl.weights.shards import Shards
 from sparserl.weights.tensors import memories, table_of
+from tests.effort import examples
 
 BF16 = BY_NAME["bfloat16"]
 
@@ -186,7 +187,7 @@ def partitions(draw, region, depth=4):
 
 
 @given(st.data(), st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple), st.sampled_from(DTYPES))
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=examples(120))
 def test_shards_add_up(data, shape, dtype):
     """The sums over any partition into boxes, each held as memory of its own, add up to those of the whole."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
@@ -205,7 +206,7 @@ def test_shards_add_up(data, shape, dtype):
 
 
 @given(st.integers(0, 2**32), st.sampled_from(DTYPES), st.sampled_from([0.0, 0.01, 0.3, 1.0]))
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 def test_an_update_in_the_changed_elements_equals_a_full_read(seed, dtype, density):
     """The digest that a diff tracks is the one that a full read of the new weights gives."""
     rng = np.random.default_rng(seed)

@@ -14,6 +14,7 @@ from sparserl.weights import holdings as holdings_module
 from sparserl.weights.holdings import Holdings, Touched
 from sparserl.weights.region import Region, intersection, whole
 from sparserl.weights.tensors import memories, table_of
+from tests.effort import examples
 
 SHAPES = {"a": (4, 6), "b": (5,), "c": (2, 3, 4), "d": ()}
 
@@ -40,7 +41,7 @@ def holdings(draw):
     return lists
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(holdings())
 def test_cells(lists):
     """They are all of the weights, once; a receiver has all of a cell, or nothing; groups are for the same ones."""

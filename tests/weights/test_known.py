@@ -54,7 +54,9 @@ def test_known_tensors_are_looked_at_once(looks, kind):
     assert [place for place, _ in again.parts] == [(0, None), (1, None)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["torch", *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS if kind != "torch")]
+)
 def test_they_are_forgotten_with_their_last_user(kind):
     weights = some_weights(kind)
     local = LocalWeights.of(weights)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from sparserl.errors import LimitExceeded, RegionOverlap
 from sparserl.weights.region import Region, collapse, first_overlap, refuse_overlap, row_major, whole
+from tests.effort import examples
 
-SETTINGS = settings(deadline=None, max_examples=150)
+SETTINGS = settings(deadline=None, max_examples=examples(150))
 shapes = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 
 

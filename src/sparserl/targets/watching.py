@@ -238,12 +238,10 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
                 start += tensor.shape[axis]
 
     def _fill(self, tensor: torch.Tensor, value: Any) -> None:
-        """A constant, or the one element that was just read as a number, and no other before it.
-
-        A zero, a one or an infinity may be its square, its root or its reciprocal just as well.
-        """
+        """A constant, or the one element that was just read as a number, and no other before it."""
         number = self._number
-        if number is not None and tensor.numel() == 1 and value == number[0] and abs(value) not in (0, 1, math.inf):
+        is_own_square = abs(value or 0) in (0, 1, math.inf)  # or its own reciprocal: it may have been computed
+        if number is not None and tensor.numel() == 1 and value == number[0] and not is_own_square:
             self._number = None
             self._write(tensor, number[1].reshape(tensor.shape))
         else:

@@ -33,8 +33,9 @@ HERE = "tests.integrations.real_vllm"
 ROOT = Path(__file__).parents[3]
 SYNCS = 8
 KINDS = ("llama", "qwen2", "moe")
+SHORT = [("llama", 1), ("llama", 2), ("moe", 2)]  # models and ranks
+LONG = [("qwen2", 1), ("qwen2", 2), ("moe", 1)]
 FAMILIES = ("mla", "gpt-oss", "vlm", "glm", "gemma3", "mixtral")
-MANY = FAMILIES[3:]  # load as others do
 DRAFTERS = (("mtp", 1), ("eagle", 1), ("mtp", 2), ("draft_model", 2))  # methods and ranks
 PIPELINE = {"pipeline_parallel_size": 2}
 ARRANGEMENTS = {  # a model, ranks that share each tensor, and how other ranks share the rest
@@ -54,6 +55,12 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+
+def cases(*kinds):
+    """The short and the long ones of these models."""
+    params = [pytest.param(*case) for case in SHORT] + [pytest.param(*case, marks=pytest.mark.long) for case in LONG]
+    return pytest.mark.parametrize(("kind", "ranks"), [param for param in params if param.values[0] in kinds])
 
 
 def job(folder, module, name, *args, ranks=1):
@@ -167,7 +174,9 @@ def seen(request, tmp_path_factory):
         jobs = {("llama", 1): (followed, llama, root / "llama-1", "llama", 1)}  # first: it compiles what others find
         jobs |= {name: (job, root, "faults", name, llama) for name in ("packed", "packed_and_verified", "derived")}
         jobs |= {"served": (served, llama, root / "served"), "example": (example, llama, root / "example")}
-        pairs = [(kind, ranks) for ranks in (1, 2) for kind in KINDS if (kind, ranks) not in jobs]
+        asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+        pairs = [(kind, n) for kind, n in (*SHORT, *LONG) if {"kind": kind, "ranks": n} in asked or (kind, n) in SHORT]
+        pairs.remove(("llama", 1))
         jobs |= {(kind, n): (followed, models[kind], root / f"{kind}-{n}", kind, n) for kind, n in pairs}
         chosen = {item.callspec.params["kind"] for item in request.session.items if "test_families" in item.name}
         chosen |= {"mla"} if any("made_of_others" in item.name for item in request.session.items) else set()
@@ -190,8 +199,7 @@ def tokens(generations):
     return [found for found, _ in generations]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@cases(*KINDS)
 def test_syncs(seen, kind, ranks):
     """After all syncs, live bits and generations are those of a fresh engine on the new checkpoint."""
     found = seen[kind, ranks].result()
@@ -217,8 +225,7 @@ def test_arrangements(seen, way):
     assert (found["generations"][-1] == found["before"]) == (way == "experts")  # which do not generate
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@cases("llama", "qwen2")
 def test_the_checkpoint_is_loaded_once(seen, kind, ranks):
     """Where vLLM keeps weights as they are, the load with which it starts shows where: none follows it."""
     log = seen[kind, ranks].result()["log"]
@@ -228,7 +235,7 @@ def test_the_checkpoint_is_loaded_once(seen, kind, ranks):
 
 def test_a_checkpoint_that_is_loaded_again(seen):
     """Where a kernel permutes experts, made-up weights are loaded, and the log says why."""
-    log = seen["moe", 1].result()["log"]
+    log = seen["moe", 2].result()["log"]
     assert "sparserl: made-up weights are loaded, then the checkpoint once more: 'model.layers" in log
 
 
@@ -237,8 +244,7 @@ def warnings_in(log):
     return set(re.findall(r"(?:WARNING|ERROR) \S+ \S+ \[(\S+)\]", log))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", ["qwen2", "moe"])
+@cases("qwen2", "moe")
 def test_an_engine_warns_of_nothing_more(seen, kind, ranks):
     """With the backend, whichever way it learns, vLLM warns of nothing that it does not warn of without it."""
     found = seen[kind, ranks].result()
@@ -259,8 +265,7 @@ def test_an_error_comes_out_at_once(seen, tmp_path):
             time.sleep(0.1)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@cases(*KINDS)
 def test_engines_that_follow_nothing_are_verified(seen, kind, ranks):
     """An engine without the backend is compared with a checkpoint and with a run; one flipped bit is named."""
     found = seen[kind, ranks].result()
@@ -279,7 +284,7 @@ def test_engines_that_follow_nothing_are_verified(seen, kind, ranks):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.long) if kind in MANY else kind for kind in FAMILIES]
+    "kind", [pytest.param(kind, marks=[] if kind == "mla" else pytest.mark.long) for kind in FAMILIES]
 )
 def test_families(seen, kind):
     """Models that load otherwise are followed as exactly: latent attention, experts with biases, two towers."""

@@ -15,7 +15,8 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_steps(tmp_path, monkeypatch, ranks):
     """Live weights are those of the step that was asked for last, bit for bit; folders of no step are refused."""
     for name, value in {**ENVIRONMENT, "VLLM_CACHE_ROOT": str(tmp_path / "cache")}.items():

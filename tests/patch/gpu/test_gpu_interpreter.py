@@ -53,7 +53,8 @@ def test_interpreted(which):
 
 
 @outside
-@pytest.mark.parametrize("which", ["not long", pytest.param("long", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("which", ["not long", "long"])
 def test_without_kernels(which):
     """The same where kernels do not run: plain operations of torch do what must be done on a GPU."""
     assert "passed" in run_all(which, SPARSERL_GPU="off")

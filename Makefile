@@ -18,14 +18,13 @@ VLLM_NUMBA := NUMBA_CACHE_DIR=$(abspath $(VLLM))/numba
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)  # collecting all tests takes longer than these
-# of so many slow checks one is run, and others after the next commit; if so, of the frameworks one half
+# of so many slow checks one is run, and others after the next commit; if so, of the frameworks one
 ONE_IN ?= 1
-HALVES = $(if $(filter 1,$(ONE_IN)),0 1,$(shell $(PYTHON) -m tests.turns 2))
-FRAMEWORKS_0 := test-openrlhf test-torchtitan
-FRAMEWORKS_1 := test-trl test-verl test-ray
+FRAMEWORKS := test-openrlhf test-torchtitan test-trl test-verl test-ray
+IN_TURN = $(if $(filter 1,$(ONE_IN)),$(FRAMEWORKS),$(word $(shell expr 1 + $$($(PYTHON) -m tests.turns 5)),$(FRAMEWORKS)))
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled once, not by every process
 
-.PHONY: demo test lint types kernels unit alone long long-unit long-alone rest mutants-noticed nightly device coverage mutants fuzz soak load collective vllm test-vllm trl test-trl test-slime test-skyrl test-nemo-rl test-areal test-roll test-prime-rl test-openrlhf test-verl test-ray test-torchtitan test-sglang slow-link bench docs package clean
+.PHONY: demo test lint types kernels bytecode unit alone long long-unit long-alone interpreted rest mutants-noticed nightly device coverage mutants fuzz soak load collective vllm test-vllm trl test-trl test-slime test-skyrl test-nemo-rl test-areal test-roll test-prime-rl test-openrlhf test-verl test-ray test-torchtitan test-sglang slow-link bench docs package clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -39,7 +38,7 @@ demo: $(STAMP)  ## RL with two rollout workers that follow by patches; every ver
 	$(BIN)/python -m examples.rl --model small --warm-up 100 --syncs 40 --prompts 8 --folder demo-run
 
 test:  ## ruff, mypy and the tests that are neither long nor in need of vLLM; CI runs more
-	$(MAKE) --jobs 3 lint types kernels
+	$(MAKE) --jobs 4 lint types kernels bytecode
 	$(MAKE) unit
 	$(MAKE) alone
 
@@ -53,6 +52,9 @@ types: $(STAMP)
 kernels: $(STAMP)  ## compile them once: processes of tests that begin together would each do it
 	$(BIN)/python -m sparserl warmup --dtype bfloat16 --dtype float32
 
+bytecode: $(STAMP)  ## of the tests, too: once, not by every process
+	$(BIN)/python -m pytest --collect-only --quiet > /dev/null || true  # `unit` shows what fails
+
 unit: $(STAMP)  ## more processes than cores: much of it is waiting
 	$(BIN)/python -m pytest -n 4 --dist worksteal -m 'not alone and not long and not nightly'
 
@@ -62,6 +64,7 @@ alone: $(STAMP)  ## tests that measure the time or memory of their own process
 long:  ## tests that `make test` leaves out, since others say nearly the same
 	$(MAKE) long-unit
 	$(MAKE) long-alone
+	$(MAKE) interpreted
 
 long-unit: $(STAMP)
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'long and not alone' --one-in $(ONE_IN)
@@ -69,16 +72,22 @@ long-unit: $(STAMP)
 long-alone: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'long and alone' --one-in $(ONE_IN) $(ALONE)
 
-rest: docs long-unit test-vllm $(foreach half,$(HALVES),$(FRAMEWORKS_$(half))) mutants-noticed package  ## for CI, with --jobs and ONE_IN, after .venv/.docs
+interpreted: $(STAMP)  ## weights on a GPU where there is none: in Triton's interpreter, or by plain operations of torch
+	for way in on off; do \
+	  SPARSERL_GPU=$$way TRITON_INTERPRET=1 SPARSERL_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal \
+	    --one-in $(ONE_IN) --one-in-all $(if $(filter 1,$(ONE_IN)),1,3) tests/patch/gpu || exit 1; \
+	done
+
+rest: docs long-unit interpreted test-vllm $(IN_TURN) mutants-noticed package  ## for CI, with --jobs and ONE_IN, after .venv/.docs
 
 mutants-noticed: $(STAMP)  # without the tests on the unbroken code
 	$(BIN)/python -m tests.mutants run --green --one-in $(ONE_IN)
 
 nightly: export HYPOTHESIS_PROFILE ?= night
-nightly: $(STAMP) $(VLLM)/.installed $(TRL)/.installed $(FRAMEWORKS_0) $(FRAMEWORKS_1) test-sglang  ## what CI leaves out; see CONTRIBUTING.md
+nightly: $(STAMP) $(VLLM)/.installed $(TRL)/.installed $(FRAMEWORKS) test-sglang  ## what CI leaves out; see CONTRIBUTING.md
 	$(MAKE) long
 	$(BIN)/python -m pytest -n 2 -m nightly
-	$(MAKE) test-vllm
+	$(VLLM_NUMBA) $(VLLM)/bin/python -m pytest $(VLLM_TESTS)
 	$(TRL)/bin/python -m pytest -m long tests/integrations/test_trl.py
 	SPARSERL_KILLS=all $(BIN)/python -m pytest -n 2 -m 'long and not alone' -k 'at_any_moment'
 	$(MAKE) mutants
@@ -124,7 +133,7 @@ vllm: $(VLLM)/.installed  ## and what the processes of its tests would each comp
 	$(VLLM_NUMBA) $(VLLM)/bin/python -m sparserl warmup --dtype bfloat16 --dtype float32
 
 test-vllm: $(VLLM)/.installed  ## vLLM on the CPU, in an environment of its own, which has another Numba
-	$(VLLM_NUMBA) $(VLLM)/bin/python -m pytest --one-in $(ONE_IN) $(VLLM_TESTS)
+	$(VLLM_NUMBA) $(VLLM)/bin/python -m pytest -m 'not nightly' --one-in $(ONE_IN) $(VLLM_TESTS)
 
 define needs  # variables that must name checkouts: without them tests would be skipped, and seem to pass
 	@$(BIN)/python -m tests.integrations.checkouts $(1)

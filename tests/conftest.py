@@ -32,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="run one of N long tests; others after the next commit",
     )
+    parser.addoption("--one-in-all", type=turns.one_in, default=1, metavar="N", help="run one of N tests, long or not")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -41,17 +42,16 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out long tests that do not have their turn."""
-    one_in = config.getoption("--one-in")
-    if one_in == 1:
+    """Leave out tests that do not have their turn."""
+    one_in, one_in_all = (config.getoption(option) for option in ("--one-in", "--one-in-all"))
+    if one_in == one_in_all == 1:
         return  # without asking git
     now = turns.turn()
     left_out = {
         item
         for item in items
-        if (mark := item.get_closest_marker("long")) is not None
-        and mark.kwargs != {"every_time": True}
-        and not turns.has_turn(item.nodeid, one_in, now)
+        if not turns.has_turn(item.nodeid, one_in_all, now)
+        or (item.get_closest_marker("long") is not None and not turns.has_turn(item.nodeid, one_in, now))
     }
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])

@@ -75,6 +75,7 @@ def test_the_first_example_of_the_readme(tmp_path: Path) -> None:
     run("example.py", folder=tmp_path)
 
 
+@pytest.mark.long
 def test_the_example_of_two_runs_of_one_trainer(tmp_path: Path) -> None:
     """It runs as it stands, and writes both runs."""
     pytest.importorskip("torch")

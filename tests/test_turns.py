@@ -21,8 +21,7 @@ def test_short():
 def test_long(number):
     pass
 
-@pytest.mark.long(every_time=True)
-def test_every_time():
+def test_another():
     pass
 """
 
@@ -62,21 +61,20 @@ def test_a_number_that_makes_no_sense(text):
         turns.one_in(text)
 
 
-@pytest.mark.parametrize("is_all", [True, False], ids=["all", "one in three"])
-def test_long_tests_take_turns(pytester, monkeypatch, is_all):
-    """Tests that are not long, and those for every time, always run."""
+@pytest.mark.parametrize("options", [(), ("--one-in", "3"), ("--one-in-all", "3")], ids=["all", "long ones", "any"])
+def test_tests_take_turns(pytester, monkeypatch, options):
+    """Of long tests, or of all, some run."""
     monkeypatch.setattr(turns, "turn", lambda: 31)
-    pytester.makeini("[pytest]\nmarkers = long(every_time): slow")
+    pytester.makeini("[pytest]\nmarkers = long: slow")
     hooks = "pytest_addoption, pytest_collection_modifyitems, pytest_report_header"
     pytester.makeconftest(f"from tests.conftest import {hooks}")
-    pytester.makepyfile(LONG_TESTS)
-    result = pytester.inline_run("-p", "no:cacheprovider", *(() if is_all else ("--one-in", "3")))
+    module = pytester.makepyfile(LONG_TESTS).name
+    result = pytester.inline_run("-p", "no:cacheprovider", *options)
     nodes = [report.nodeid for report in result.getreports() if getattr(report, "when", "") == "call"]
-    long = [f"{nodes[0].split('::')[0]}::test_long[{number}]" for number in range(6)]
-    in_turn = [node for node in long if is_all or turns.has_turn(node, 3, 31)]
-    assert [node.split("::")[1] for node in nodes] == [
-        "test_short",
-        *(n.split("::")[1] for n in in_turn),
-        "test_every_time",
-    ]
-    assert 0 < len(in_turn) < 6 or is_all
+    short = [f"{module}::test_short", f"{module}::test_another"]
+    long = [f"{module}::test_long[{number}]" for number in range(6)]
+    taking_turns = {(): [], ("--one-in", "3"): long, ("--one-in-all", "3"): short + long}[options]
+    left_out = [node for node in taking_turns if not turns.has_turn(node, 3, 31)]
+    assert sorted(nodes) == sorted({*short, *long} - {*left_out})
+    assert bool(left_out) == bool(options)
+    assert nodes

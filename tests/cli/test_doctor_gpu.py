@@ -61,6 +61,7 @@ def test_obstacles(monkeypatch: pytest.MonkeyPatch, answers: dict[str, object], 
     assert found[0].detail.endswith(f"; {SLOWLY}")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run here")
 def test_a_kernel_that_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing stands in the way a kernel is run, on each GPU; what it raises is told, and what to do."""

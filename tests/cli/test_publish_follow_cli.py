@@ -237,7 +237,7 @@ def test_a_timeout(here: Path) -> None:
     assert not (here / "none" / "current").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_follow_until_told_to_stop(number: signal.Signals, here: Path) -> None:
     """It waits for a publisher, tells of each version in a line, and ends with 0 and a whole folder."""
     with started("follow", "file://new", "-o", "out", "--json") as running:

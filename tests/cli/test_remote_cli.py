@@ -72,6 +72,7 @@ def test_options_that_do_not_fit_the_url(here: Path) -> None:
     assert "is for http(s) stores, not for file://" in usage("log", URL, "--token-file", "token")
 
 
+@pytest.mark.long
 def test_over_s3(here: Path) -> None:
     """Every command works on a bucket of an S3-compatible service, with credentials from the environment."""
     env = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}

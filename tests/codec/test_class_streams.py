@@ -92,9 +92,9 @@ def classes_chunk(shift, *thresholds):
         ("bfloat16", classes_chunk(255, 1)),
         ("uint8", classes_chunk(0, 256)),
         ("uint8", classes_chunk(1, 128)),
-        ("float64", classes_chunk(56, 256)),
-        ("float64", classes_chunk(64, 1)),
-        ("float64", classes_chunk(0, 1, 2, 3, 4, 5, 6, 7, 8)),
+        pytest.param("float64", classes_chunk(56, 256), marks=pytest.mark.long),
+        pytest.param("float64", classes_chunk(64, 1), marks=pytest.mark.long),
+        pytest.param("float64", classes_chunk(0, 1, 2, 3, 4, 5, 6, 7, 8), marks=pytest.mark.long),
     ],
 )
 def test_classes_that_make_no_sense_are_refused(name, chunk):

@@ -93,9 +93,10 @@ def test_patches_and_full_weights_are_the_same_run(
     assert f"identical ({algorithm}, 4 syncs, staleness {staleness}" in out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("version", "found"),
-    [(1, "sync 2: weights"), pytest.param(3, "version 3: weights", marks=pytest.mark.long)],
+    [(1, "sync 2: weights"), (3, "version 3: weights")],
 )
 def test_one_ulp_is_found_out(version: int, found: str, capsys: pytest.CaptureFixture[str]) -> None:
     """One element off by one ulp is found in the sync that is learnt from it; in the last version, too."""

@@ -127,7 +127,8 @@ def test_two_ranks_follow(sglang, tmp_path):
         assert client.checksum() == sum_2
 
 
-@pytest.mark.parametrize("profile", ["ctx", *(pytest.param(name, marks=pytest.mark.long) for name in ("auto", "ulp"))])
+@pytest.mark.long
+@pytest.mark.parametrize("profile", ["auto", "ctx", "ulp"])
 def test_patches_are_cut_along_ranks(sglang, tmp_path, monkeypatch, profile):
     """At its first commit an engine says which parts its ranks have; then each fetches its share, in any profile."""
     monkeypatch.setattr(buckets, "choose_classes", always)
@@ -172,6 +173,7 @@ def require_verified(server, folder):
     assert held(server) == spoilt
 
 
+@pytest.mark.long
 def test_what_fails(sglang, tmp_path):
     """Where anything fails on a rank, both keep what they have and say so; where they differ, nothing is generated."""
     trainer = Trainer(tmp_path)

@@ -239,6 +239,7 @@ def test_regions_around_stretches_and_tiles(width, magnitude):
         assert_classes(rng, width, magnitude, thresholds, entries, log)
 
 
+@pytest.mark.long
 @each_width
 def test_full_stretches_behind_partial_ones(width):
     """What a region that ends early leaves in the grid does not show in the next, nor the other way round."""

@@ -188,7 +188,9 @@ def _is_swap(line: str) -> bool:
     return line.startswith("PUT") and "head.json" in line
 
 
-@pytest.mark.parametrize("kind", ["lost", "reset", "503", "hang"])
+@pytest.mark.parametrize(
+    "kind", ["lost", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("reset", "503", "hang"))]
+)
 def test_the_reply_to_a_swap_is_lost(server: Server, place: str, kind: str) -> None:
     """Whether the head was moved or not, the publish succeeds once, and the version grows by one."""
     left: list[str] = []
@@ -284,6 +286,7 @@ def test_following_through_outages(server: Server, place: str) -> None:
     assert seen == list(enumerate(wanted))
 
 
+@pytest.mark.long
 def test_what_is_in_flight_belongs_to_its_version(server: Server, place: str) -> None:
     """Weights that change right after `publish_in_background()` do not leak; its error comes out with the next call."""
     slow, down = threading.Event(), threading.Event()

@@ -32,7 +32,8 @@ def kept_in(rank, group, pipe, kind):
         return versions, publisher.baseline
 
 
-@pytest.mark.parametrize("kind", ["host", pytest.param("device", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["host", "device"])
 def test_the_baseline_is_where_it_is_asked_for(kind):
     """Versions are exact with any of them; weights in host memory have theirs there."""
     with ranks(2, kept_in, kind) as started:

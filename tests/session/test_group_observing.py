@@ -69,6 +69,7 @@ def work(rank, group, pipe, folder):
     return publishes(group, folder) if rank == 0 else follows(group)
 
 
+@pytest.mark.long
 def test_recordings_and_validation_of_a_group(tmp_path):
     """The recording has what changed in each version that was committed; what validation finds is told to all ranks."""
     with ranks(2, work, str(tmp_path)) as started:
@@ -106,7 +107,8 @@ def work_tracked(rank, group, pipe, folder, memory):
     return tracks(group, folder, memory) if rank == 0 else follow_tracked(group)
 
 
-@pytest.mark.parametrize(("memory", "has_bits"), [(None, True), pytest.param(10, False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("memory", "has_bits"), [(None, True), (10, False)])
 def test_a_tracked_source_is_observed_with_its_old_bits(tmp_path, memory, has_bits):
     """As with a publisher to a store: a copy is kept where it fits the memory, and its old bits are counted."""
     with ranks(2, work_tracked, str(tmp_path), memory) as started:

@@ -442,6 +442,7 @@ def test_a_pin_of_another_run_is_not_taken_for_this_one(url):
     assert sparserl.pins(url) == []
 
 
+@pytest.mark.long
 def test_pins_in_object_storage(server):
     """S3 keeps a pinned version as a folder does: while others go, for those who follow, and until it is unpinned."""
     store = server.store("pins")

@@ -138,6 +138,7 @@ class Trained:
         return set(steps[-1].profiles)
 
 
+@pytest.mark.long
 def test_auto_follows_what_receivers_measure(tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """The smallest while nothing is known or the link is slow, the quickest over a fast one, and back at once."""
     caplog.set_level("INFO", "sparserl.session")

@@ -27,6 +27,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.long
 def test_short(tmp_path):
     """Tied embeddings on two stages; experts on two ranks; latent attention cut in two, with multi-token prediction.
 

@@ -101,6 +101,7 @@ def spawn(folder, jobs, world):
         pytest.fail("\n".join(p.read_text() for p in sorted(folder.glob("failed.*"))))
 
 
+@pytest.mark.long
 def test_four_processes(tmp_path):
     """Modules in four real processes, under three ways to be parallel: the whole, bit by bit."""
     spawn(tmp_path, publish_all, 4)

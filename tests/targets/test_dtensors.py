@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -57,6 +58,7 @@ def _in_the_middle(tensor: torch.Tensor) -> torch.Tensor:
     return memory[4 : 4 + tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
+@pytest.mark.long
 def test_dtensors_follow_a_run(tmp_path):
     """Rows, columns, uneven shards, replicas and whole tensors are exact on both ranks, and others left alone."""
     weights = _weights(0)

@@ -73,6 +73,7 @@ def _apart(rank, line):
     return str(raised.value)
 
 
+@pytest.mark.long
 def test_frames_and_notes_arrive_as_they_were_sent():
     """Of any length, from any rank; a sender that fails is heard of; a line that is out of step is given up."""
     with ranks(2, talk) as started:

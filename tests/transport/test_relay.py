@@ -111,6 +111,7 @@ def relay(tmp_path: Path) -> Iterator[Relay]:
         yield Relay(store, origin, caches, log)
 
 
+@pytest.mark.long
 def test_the_origin_sends_each_bucket_once_per_cache(relay: Relay) -> None:
     """Eight subscribers at two caches sync six versions at the same moments; all have the same bits."""
     ours = weights(400_000)

@@ -214,7 +214,13 @@ def test_syncs(seen, kind, ranks):
     assert len(told_apart) == 1 + len(found["generations"]) > 2
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.long) for way in ARRANGEMENTS])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=pytest.mark.nightly if way in ("four ranks", "both") else pytest.mark.long)
+        for way in ARRANGEMENTS
+    ],
+)
 def test_arrangements(seen, way):
     """Ranks that have other layers or other experts, and four of them, have what ranks of a fresh engine have."""
     found = seen[way].result()
@@ -304,7 +310,7 @@ def test_weights_made_of_others(seen):
 
 
 @pytest.mark.parametrize(
-    "drafter", [drafter if drafter[1] == 1 else pytest.param(drafter, marks=pytest.mark.long) for drafter in DRAFTERS]
+    "drafter", [pytest.param(d, marks=[] if d == ("mtp", 1) else pytest.mark.long) for d in DRAFTERS]
 )
 def test_drafters(seen, drafter):
     """The drafter's weights change in the policy's commit, or with it not at all; if the run lacks them, they stay."""

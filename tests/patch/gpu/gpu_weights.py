@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 CUDA = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WITHOUT_KERNELS = os.environ.get("SPARSERL_GPU") == "off"
-needs_gpu = pytest.mark.skipif(not CUDA and not INTERPRETED, reason="runs in the interpreter, see test_interpreted")
+needs_gpu = pytest.mark.skipif(not CUDA and not INTERPRETED, reason="runs in the interpreter: make interpreted")
 needs_kernels = pytest.mark.skipif(
     WITHOUT_KERNELS or (not CUDA and not INTERPRETED), reason="is about kernels, which do not run here"
 )

@@ -174,7 +174,8 @@ def test_the_end_of_a_script_waits_for_its_last_publish(tmp_path, store):
     command = [sys.executable, "-c", ENDS_IN_FLIGHT, str(tmp_path / "store"), store]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=900)
     if store == "whole":
-        assert (done.returncode, done.stderr) == (0, "")
+        assert done.returncode == 0
+        assert done.stderr == "" or "a publish is running; waiting for it" in done.stderr  # on a slow machine
         assert read_head(open_store(f"file://{tmp_path}/store"))[0].version == 1
     else:
         assert done.returncode == 1

@@ -196,6 +196,33 @@ def test_numbers_that_may_have_been_computed(value):
     assert (piece.tensor, piece.live) == ("scale", "scale")
 
 
+@pytest.mark.parametrize("made", [lambda x: x, lambda x: 1 / x, lambda x: float(x > 0)])
+def test_numbers_that_python_still_has(made):
+    """A number that was read and written may be written again, or what is made of it."""
+    live = {"scale": torch.zeros(1), "other": torch.zeros(1)}
+
+    def load(some):
+        for _, tensor in some:
+            number = tensor.item()
+            live["scale"].fill_(number)
+            live["other"].zero_().fill_(made(number))
+
+    with pytest.raises(NotExplained, match="'v' is more than copied"):
+        load_watched(live, load, {"v": torch.full((1,), 0.75)})
+
+
+def test_a_truth_value_that_was_read():
+    """It is no number of which another one is made."""
+    live = {"flag": torch.zeros(1, dtype=torch.bool)}
+
+    def load(some):
+        for _, tensor in some:
+            live["flag"].fill_(tensor.item())
+
+    (piece,) = load_watched(live, load, {"flag": torch.ones(1, dtype=torch.bool)})
+    assert (piece.tensor, piece.live) == ("flag", "flag")
+
+
 class Magnitudes(torch.Tensor):
     """A class of tensors whose views are absolute values, in memory that it had before."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,7 +59,7 @@ def test_digits_are_made_for_what_cannot_be_watched():
     layer = {f"layers.1.{name}.weight" for name in range(10)}
     assert all(load.keys() == layer for load in passes)
     assert numbered_names(passes) == layer
-    assert len(passes) == 2 + 3  # digits of 5120 numbers, and the mixed ones
+    assert len(passes) == 2 + 1 + 4  # digits of 5120 numbers, the opposite of the last, and mixed ones
     require_found(pieces, engine.live, engine.load, **{name: torch.randn(SHAPE) for name in engine.live})
 
 
@@ -122,6 +124,13 @@ def written_unseen(function):
 
 
 COMPUTED = {
+    "plus a little": lambda live, tensor: live.copy_(
+        tensor + 1e-7 if tensor.dtype == torch.float32 else tensor + 0.006
+    ),
+    "rounded": lambda live, tensor: live.copy_(tensor.round()),
+    "whole": lambda live, tensor: live.copy_(tensor.int()),
+    "clamped": lambda live, tensor: live.copy_(tensor.clamp(-1, 1)),
+    "sign": lambda live, tensor: live.copy_(tensor.sign()),
     "reciprocal": lambda live, tensor: live.copy_(1 / tensor),
     "reciprocal in place": lambda live, tensor: live.copy_(tensor).reciprocal_(),
     "square": lambda live, tensor: live.copy_(tensor * tensor),
@@ -149,6 +158,27 @@ def test_a_scale_of_which_something_is_computed(way, dtype, value):
 
     with pytest.raises(UnsupportedTensor, match=r"'layers\.0\.scale' is not a copy"):
         engine_layout.find_pieces(specs(live, (1,), dtype), live, load, lambda _: load([("layers.0.scale", scale)]))
+
+
+@pytest.mark.parametrize("largest", [torch.maximum, torch.minimum])
+def test_the_larger_of_two_scales(largest):
+    """It is no copy of either, also of two that have the same mixed digits."""
+    names = [f"layers.0.{number}.scale" for number in range(40)]
+    tensors = specs(["layers.0.w"], (40, 3), torch.float8_e4m3fn) + specs(names, (1,))
+    group = numbering._Group(tensors)
+    mixed = torch.stack([group.digit(torch.arange(40), turn) for turn in range(group.mixed_from, group.passes)])
+    alike = [(i, j) for i, j in itertools.combinations(range(40), 2) if torch.equal(mixed[:, i], mixed[:, j])]
+    assert len(alike) > 1
+    for i, j in (*alike[:5], (0, 1), (3, 39)):
+        live = {"scale": torch.zeros(1), "layers.0.w": torch.zeros(40, 3).to(torch.float8_e4m3fn)}
+
+        def load(some, live=live, i=i, j=j):
+            given = dict(some)
+            live["layers.0.w"].copy_(given["layers.0.w"])
+            live["scale"].copy_(largest(given[names[i]], given[names[j]]))
+
+        with pytest.raises(UnsupportedTensor, match="'scale' is not a copy"):
+            number_pieces(tensors, live, load)
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])

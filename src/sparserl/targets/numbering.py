@@ -4,9 +4,9 @@
     ──► join into boxes ──► pieces: a region of a checkpoint tensor, and its address and strides in the engine
 
 Nothing has to be known about names, fused projections, shards or transposes. Digits are small whole numbers, which
-every dtype represents exactly. Three passes of mixed digits follow, the last of which is the opposite of the first:
-they reveal any element that is not a plain copy, and its tensor is refused by name. Elements that are the same in all
-passes do not come from the tensors that are numbered.
+every dtype represents exactly. Passes of opposite and of mixed digits follow, which reveal any element that is not a
+plain copy, and its tensor is refused by name. Elements that are the same in all passes do not come from the tensors
+that are numbered.
 
 Digits are made where the engine's tensors are, and put together there. For an element in question that takes 9 bytes
 beside its own, of at most about `GROUP_ELEMENTS` elements; where too little memory is free, the host's is used.
@@ -30,7 +30,8 @@ MAX_PIECES = 1 << 14  # of one tensor; a tensor in more pieces is refused
 _CHUNK = 1 << 17  # elements that are processed together, so that they stay in the cache
 _GPU_CHUNK = 1 << 22  # elements that a GPU processes together, in little memory
 _MIX = (-0x61C8864680B583EB, -0x2127599BF4325C37)  # odd numbers, whose products have no pattern in their upper bits
-_MIXED_PASSES = 3
+_MIXED_PASSES = 4
+_OPPOSITE_BITS = 8  # so many bits of a number come in opposite digits, too: 256 small tensors of a layer are told apart
 _NONE = -1  # the number of an element that is none of the numbered ones
 _STATE_BYTES = 9  # of an element that changes: its number, and whether it is constant
 _HOST = torch.device("cpu")
@@ -100,12 +101,16 @@ class _Group:
     """Some checkpoint tensors, whose elements are numbered from 0 on."""
 
     def __init__(self, tensors: list[CheckpointTensor]) -> None:
-        self.tensors = tensors
-        ends = np.cumsum([0, *(tensor.numel for tensor in tensors)])
+        self._in_order = tensors
+        # Scales of a layer, of which an engine may keep the largest, have numbers that follow one another.
+        self.tensors = sorted(tensors, key=lambda tensor: (layer_of(tensor.name), tensor.numel))
+        ends = np.cumsum([0, *(tensor.numel for tensor in self.tensors)])
         self.first = ends[:-1]
         self.total = int(ends[-1])
         self.bits = 4 if any(tensor.dtype.itemsize == 1 for tensor in tensors) else 8  # of a digit
         self.places = next(k for k in range(1, 64) if self.total <= 1 << k * self.bits)
+        self.mixed_from = self.places + min(self.places, _OPPOSITE_BITS // self.bits)  # the first pass of mixed digits
+        self.passes = self.mixed_from + _MIXED_PASSES
         self._alphabets: dict[tuple[torch.dtype, torch.device], _Alphabet] = {}
 
     def alphabet(self, name: str, dtype: torch.dtype, device: torch.device) -> _Alphabet:
@@ -120,7 +125,7 @@ class _Group:
         if sum(map(reach, live.values())) > GROUP_ELEMENTS:
             live = self._changed(live, load, device)
         readings = [_Reading(name, tensor, self) for name, tensor in live.items()]
-        for turn in range(self.places + _MIXED_PASSES):
+        for turn in range(self.passes):
             load(self._numbered(turn, device))
             for reading in readings:
                 reading.add(turn)
@@ -131,15 +136,16 @@ class _Group:
     ) -> Mapping[str, torch.Tensor]:
         """The engine's tensors that these are loaded into: two opposite passes change each of their elements."""
         digests = []
-        for turn in (self.places, self.places + _MIXED_PASSES - 1):
+        for turn in (self.mixed_from, self.passes - 1):
             load(self._numbered(turn, device))
             digests.append({name: digest({name: tensor}) for name, tensor in live.items()})
         return {name: tensor for name, tensor in live.items() if digests[0][name] != digests[1][name]}
 
     def _numbered(self, turn: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of one pass, in which every element is a digit of its number, written as above."""
-        for tensor, first in zip(self.tensors, self.first.tolist(), strict=True):
-            yield tensor.name, self._made(tensor, first, turn, device)
+        first = dict(zip((tensor.name for tensor in self.tensors), self.first.tolist(), strict=True))
+        for tensor in self._in_order:
+            yield tensor.name, self._made(tensor, first[tensor.name], turn, device)
 
     def _made(self, tensor: CheckpointTensor, first: int, turn: int, device: torch.device) -> torch.Tensor:
         """A tensor of one pass, whose elements have numbers from `first` on."""
@@ -152,13 +158,20 @@ class _Group:
         return made.view(tensor.shape)
 
     def digit(self, number: torch.Tensor, turn: int) -> torch.Tensor:
-        """The digit of a pass. The last have digits mixed from all others: many, few, and the opposite of many."""
+        """The digit of a pass. The last have digits mixed from all others.
+
+        Any number comes as a small letter and as a large one: rounding shows in one, and a limit in the other. Of two
+        letters, the opposite of the larger one is the smaller one.
+        """
         most = (1 << self.bits) - 1
         if turn < self.places:
             return (number >> turn * self.bits) & most
-        last = turn - self.places
-        if last == 1:
-            return mixed(number, _MIX[1]) & (most >> 2)
+        if turn < self.mixed_from:
+            return most - self.digit(number, turn - self.places)
+        last = turn - self.mixed_from
+        if last in (1, 2):
+            few = mixed(number, _MIX[1]) & (most >> self.bits // 2)
+            return few if last == 1 else (most >> 1) - few
         digit = mixed(number, _MIX[0]) & most
         return digit if last == 0 else most - digit
 

@@ -16,8 +16,9 @@ from ..weights.region import Region, Shape
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 Numbers = npt.NDArray[np.int64]
-_FRACTION = 2.0**-12
-_SIGNIFICANT = {4: 3, 8: 8}  # bits of the numbers that stand for digits of so many bits: those of e5m2 and of bf16
+_FRACTION = 2.0**-14
+_SMALLEST = 2.0**-4
+_SIGNIFICANT = {4: 3, 8: 5}  # bits of the numbers that stand for digits of so many bits
 _COMPARED_AT_ONCE = 1 << 24  # elements, so that a comparison needs little memory on a GPU
 _LAYER = re.compile(r".*?\.\d+\.")
 
@@ -138,20 +139,23 @@ def patterns(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def letters(bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """The bits of every digit in a dtype, as numbers that no cast, clamp, power or absolute value leaves alone.
+    """The bits of every digit in a dtype, as numbers that no clamp, rounding, power or absolute value leaves alone.
 
-    Digits are whole numbers that every dtype represents (`_SIGNIFICANT` bits are enough); the upper half is negative,
-    and rises towards zero. No two have the same absolute value, none is the reciprocal of another, and none is a power
-    of two, which scales often are. In fp32 and wider they have a fraction that narrower dtypes round away.
+    Those of the upper half of the digits are negative where there are negative numbers; in each half, larger digits
+    are larger numbers. No two have the same absolute value, none is the reciprocal of another, and none is a power of
+    two, which scales often are. In floating-point dtypes they range from 1/16 to 8704, or to 3.5 for digits of 4 bits,
+    and bf16, or then every such dtype, represents them. In fp32 and wider they have a fraction that narrower dtypes
+    round away.
     """
     if dtype.is_complex:
         raise UnsupportedTensor(f"{dtype} is not supported")
-    ends = range(1 << _SIGNIFICANT[bits])
-    sizes = {end << shift for end in ends if end & (end - 1) for shift in range(bits + 1)}
-    numbers = torch.tensor(sorted(sizes)[: 1 << bits], dtype=torch.float64, device="cpu")
+    significant = _SIGNIFICANT[bits] if dtype.is_floating_point else bits
+    ends = range((1 << significant - 1) + 1, 1 << significant)  # all but a power of two
+    sizes = [end << shift for shift in range(1 << bits) for end in ends][: 1 << bits]
+    numbers = torch.tensor(sizes, dtype=torch.float64, device="cpu")
     if dtype.is_floating_point or (dtype != torch.bool and torch.iinfo(dtype).min < 0):
-        half = 1 << bits - 1
-        numbers[half:] = -numbers[half:].flip(0)
-    if dtype.is_floating_point and dtype.itemsize >= 4:
-        numbers += torch.sign(numbers) * _FRACTION
+        numbers = torch.cat((numbers[::2], -numbers[1::2].flip(0)))
+    if dtype.is_floating_point:
+        numbers *= _SMALLEST / (1 << significant - 1)
+        numbers *= 1 + _FRACTION * (dtype.itemsize >= 4)
     return patterns(numbers.to(dtype))

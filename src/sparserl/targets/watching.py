@@ -10,12 +10,7 @@ where they were copied to, as when a loader has threads of its own.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
-import mmap
-import os
-import tempfile
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from ..weights.region import row_major
 from .copies import ElementCopy, Untraceable
-from .numbering import mixed
-from .pieces import CheckpointTensor, Load, Piece, has_bits, letters, patterns, reach
+from .made_up import MadeUp
+from .pieces import CheckpointTensor, Load, Piece, has_bits, reach
 
 _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}  # noqa: SLF001
 _VIEWS = {  # most of what a load does; but for classes of tensors that do otherwise, none of them copies
@@ -40,9 +35,6 @@ _EMPTY = {"empty_like", "full_like", "new_empty", "new_full"}
 _FILLED = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
 _CONSTANTS = {torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar}
 _FRESH = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default}  # made of Python numbers
-_MOST_PAGES = (256 << 20) // mmap.PAGESIZE  # tensors begin at different ones, so that equal shapes have other numbers
-_PERIOD = 1_000_003  # elements after which numbers are the same again; prime, so that no two rows are the same
-_STEP = 389  # pages from one tensor to the next; odd, so that all are used
 
 
 class _Arrived(NamedTuple):
@@ -153,6 +145,7 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
         self.taken: dict[str, set[tuple[ElementCopy, torch.dtype]]] = {}  # what was copied of a tensor, to which dtypes
         self.read: set[str] = set()  # tensors of which elements were read as Python numbers, and then lost sight of
         self._number: tuple[float, torch.Tensor] | None = None  # the element that was just read as a Python number
+        self._written: set[str] = set()  # tensors of which such elements were written; Python may still have them
 
     def register(self, name: str, tensor: torch.Tensor) -> None:
         """A contiguous tensor of the checkpoint, which begins its storage."""
@@ -168,8 +161,11 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
 
     def read_unseen(self, tensor: torch.Tensor) -> None:
         """What becomes of the elements of a tensor cannot be seen from now on."""
+        self.read |= self._names(tensor)
+
+    def _names(self, tensor: torch.Tensor) -> set[str]:
         memory = self.memory(tensor)
-        self.read |= set() if memory is None else memory.names
+        return set() if memory is None else memory.names
 
     def finish(self) -> None:
         """No more operations follow."""
@@ -238,18 +234,21 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
                 start += tensor.shape[axis]
 
     def _fill(self, tensor: torch.Tensor, value: Any) -> None:
-        """A constant, or the one element that was just read as a number, and no other before it."""
+        """The one element that was just read as a number, or a constant, which may be made of numbers from before."""
         number = self._number
-        is_own_square = abs(value or 0) in (0, 1, math.inf)  # or its own reciprocal: it may have been computed
-        if number is not None and tensor.numel() == 1 and value == number[0] and not is_own_square:
+        if number is not None and tensor.numel() == 1 and value == number[0] and not _is_own_square(value):
             self._number = None
+            self._written |= self._names(number[1])
             self._write(tensor, number[1].reshape(tensor.shape))
-        else:
-            self._lose_number()
-            self._write(tensor, None)
-            if (memory := self.memory(tensor)) is not None and tensor.numel():
-                with contextlib.suppress(Untraceable):
-                    memory.fills.append(Fill(_copy(tensor, tensor), 0 if value is None else value))
+            return
+        self._lose_number()
+        if value:
+            self.read |= self._written
+            self._written = set()
+        self._write(tensor, None)
+        if (memory := self.memory(tensor)) is not None and tensor.numel():
+            with contextlib.suppress(Untraceable):
+                memory.fills.append(Fill(_copy(tensor, tensor), 0 if value is None else value))
 
     def _lose_number(self) -> None:
         """What becomes of a number that was read is not known."""
@@ -311,6 +310,11 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
             self._on_copy(name, copy, tensor, source)
 
 
+def _is_own_square(number: Any) -> bool:
+    """Whether a number is its own square or reciprocal: then that may have been written."""
+    return not isinstance(number, bool) and abs(number) in (0, 1, math.inf)
+
+
 def _replaces(copy: ElementCopy, place: ElementCopy) -> bool:
     """Whether a copy is known to write to all elements of a place."""
     with contextlib.suppress(Untraceable):
@@ -355,83 +359,6 @@ def _address(tensor: torch.Tensor) -> int:
     with contextlib.suppress(RuntimeError, NotImplementedError):  # sparse tensors, and others without a storage
         return 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
     return 0
-
-
-def _file_in_memory() -> int:
-    """An empty file without a name, in memory where the system can do that."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("sparserl")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
-def _mapped(file: int, nbytes: int, offset: int) -> Any:
-    """A private view of a file's bytes. Unlike Python's own it needs no file descriptor for as long as it is in use."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
-    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, file, offset)
-    if address in (None, ctypes.c_void_p(-1).value):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "memory for made-up weights")
-    buffer = (ctypes.c_uint8 * nbytes).from_address(address)
-    weakref.finalize(buffer, libc.munmap, address, nbytes).atexit = False
-    return buffer
-
-
-class MadeUp:
-    """A made-up checkpoint. All tensors of a dtype are the same memory, mapped to addresses of their own."""
-
-    def __init__(self, tensors: Iterable[CheckpointTensor]) -> None:
-        self.tensors = [*tensors]
-        pages = min(1 << len(self.tensors).bit_length(), _MOST_PAGES)
-        self._pages = {tensor.name: index * _STEP % pages for index, tensor in enumerate(self.tensors)}
-        self._files: dict[torch.dtype, int] = {}
-        self._numbers: dict[torch.dtype, torch.Tensor] = {}
-        for dtype in {tensor.dtype for tensor in self.tensors}:
-            largest = max(tensor.numel for tensor in self.tensors if tensor.dtype == dtype)
-            self._write(dtype, largest * dtype.itemsize + pages * mmap.PAGESIZE)
-
-    def _write(self, dtype: torch.dtype, nbytes: int) -> None:
-        nbytes += -nbytes % mmap.PAGESIZE
-        self._files[dtype] = _file_in_memory()
-        os.ftruncate(self._files[dtype], nbytes)
-        numbers = torch.frombuffer(mmap.mmap(self._files[dtype], nbytes), dtype=dtype)
-        alphabet = letters(8 if dtype.itemsize > 1 else 4, dtype)
-        bits = patterns(numbers)
-        period = alphabet[mixed(torch.arange(_PERIOD, device="cpu")) % alphabet.numel()]
-        for low in range(0, bits.numel(), _PERIOD):
-            part = bits[low : low + _PERIOD]
-            part.copy_(period[: part.numel()])
-        self._numbers[dtype] = numbers
-
-    def __enter__(self) -> MadeUp:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            os.close(file)
-
-    def load(self, watch: LoadWatch) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors, which are registered as they are asked for."""
-        for tensor in self.tensors:
-            if nbytes := tensor.numel * tensor.dtype.itemsize:
-                mapping = _mapped(self._files[tensor.dtype], nbytes, self._pages[tensor.name] * mmap.PAGESIZE)
-                made_up = torch.frombuffer(mapping, dtype=tensor.dtype).view(tensor.shape)
-                watch.register(tensor.name, made_up)
-            else:
-                made_up = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            yield tensor.name, made_up
-
-    def on(self, device: torch.device) -> Callable[[CheckpointTensor], torch.Tensor]:
-        """Tensors of it on a device."""
-        numbers = {dtype: tensor.to(device) for dtype, tensor in self._numbers.items()}
-
-        def tensor(wanted: CheckpointTensor) -> torch.Tensor:
-            first = self._pages[wanted.name] * mmap.PAGESIZE // wanted.dtype.itemsize
-            return numbers[wanted.dtype][first : first + wanted.numel].view(wanted.shape)
-
-        return tensor
 
 
 def watch_pieces(

@@ -24,7 +24,7 @@ FRAMEWORKS := test-openrlhf test-torchtitan test-trl test-verl test-ray
 IN_TURN = $(if $(filter 1,$(ONE_IN)),$(FRAMEWORKS),$(word $(shell expr 1 + $$($(PYTHON) -m tests.turns 5)),$(FRAMEWORKS)))
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled once, not by every process
 
-.PHONY: demo test lint types kernels bytecode unit alone long long-unit long-alone interpreted rest mutants-noticed nightly device coverage mutants fuzz soak load collective vllm test-vllm trl test-trl test-slime test-skyrl test-nemo-rl test-areal test-roll test-prime-rl test-openrlhf test-verl test-ray test-torchtitan test-sglang slow-link bench docs package clean
+.PHONY: demo test lint types kernels unit alone long long-unit long-alone interpreted rest mutants-noticed nightly device coverage mutants fuzz soak load collective vllm test-vllm trl test-trl test-slime test-skyrl test-nemo-rl test-areal test-roll test-prime-rl test-openrlhf test-verl test-ray test-torchtitan test-sglang slow-link bench docs package clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -38,7 +38,7 @@ demo: $(STAMP)  ## RL with two rollout workers that follow by patches; every ver
 	$(BIN)/python -m examples.rl --model small --warm-up 100 --syncs 40 --prompts 8 --folder demo-run
 
 test:  ## ruff, mypy and the tests that are neither long nor in need of vLLM; CI runs more
-	$(MAKE) --jobs 4 lint types kernels bytecode
+	$(MAKE) --jobs 3 lint types kernels
 	$(MAKE) unit
 	$(MAKE) alone
 
@@ -51,9 +51,6 @@ types: $(STAMP)
 
 kernels: $(STAMP)  ## compile them once: processes of tests that begin together would each do it
 	$(BIN)/python -m sparserl warmup --dtype bfloat16 --dtype float32
-
-bytecode: $(STAMP)  ## of the tests, too: once, not by every process
-	$(BIN)/python -m pytest --collect-only --quiet > /dev/null || true  # `unit` shows what fails
 
 unit: $(STAMP)  ## more processes than cores: much of it is waiting
 	$(BIN)/python -m pytest -n 4 --dist worksteal -m 'not alone and not long and not nightly'

@@ -21,7 +21,7 @@ class Reloaded(LoadedModel):
     def __init__(self, change):
         generator = torch.Generator().manual_seed(1)
         names = [f"layers.0.{name}.weight" for name in ("up", "gate")]
-        checkpoint = {name: (torch.randn(8, 16, generator=generator) * 300).to(torch.bfloat16) for name in names}
+        checkpoint = {name: (torch.randn(8, 16, generator=generator) * 20_000).to(torch.bfloat16) for name in names}
         model = torch.nn.Module()
         model.fused = torch.nn.Parameter(torch.zeros(16, 16, dtype=torch.bfloat16), requires_grad=False)
         self.reads = 0
@@ -53,7 +53,7 @@ def test_what_numbers_do_not_show_is_noticed():
     """Large weights are clipped, and numbers are not: the tensor is named."""
 
     def clipped(tensor):
-        return torch.where(tensor.abs() < 500, tensor, tensor.sign() * 500)[torch.arange(8)]
+        return torch.where(tensor.abs() < 10_000, tensor, tensor.sign() * 10_000)[torch.arange(8)]
 
     model = Reloaded(clipped)
     with pytest.raises(UnsupportedTensor, match=r"'layers\.0\.(up|gate)\.weight' is not a copy in 'fused'"):

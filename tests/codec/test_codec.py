@@ -88,7 +88,7 @@ def test_parts_are_written_as_if_they_were_joined(profile):
     st.integers(10, 13),
     st.integers(8, 12),
 )
-@settings(deadline=None, max_examples=examples(50))
+@settings(deadline=None, max_examples=examples(100))
 def test_profiles_under_any_layout(profile, dtype, seed, sizes, density, tile_log, chunk_log):
     """However streams are cut into tiles and chunks."""
     layout, positions, words = made(seed, dtype, sizes, density, tile_log, chunk_log)

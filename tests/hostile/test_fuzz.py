@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparserl import SparserlError
+from tests.effort import examples
 from tests.hostile import forged_patch
 from tests.hostile.samples import ALL, sample
 
-SETTINGS = settings(max_examples=12 * settings.default.max_examples)
+SETTINGS = settings(max_examples=examples(480))
 SECONDS = 5.0
 names = st.sampled_from(ALL)
 interesting = st.one_of(

@@ -34,6 +34,13 @@ MUTANTS = (
         Tests("targets/test_first_load.py", "python_still_has"),
     ),
     Mutant(
+        "the last pass repeats the first mixed one",
+        "targets/numbering.py",
+        "return digit if last == 0 else most - digit",
+        "return digit",
+        Tests("targets/test_numbering.py", "one_group_is_read"),
+    ),
+    Mutant(
         "numbers come in opposite digits by chance alone",
         "targets/numbering.py",
         "return most - self.digit(number, turn - self.places)",

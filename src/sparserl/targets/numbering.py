@@ -3,10 +3,10 @@
     numbers of all elements, one digit per pass ──► the engine's own load ──► read back: which element is where
     ──► join into boxes ──► pieces: a region of a checkpoint tensor, and its address and strides in the engine
 
-Nothing has to be known about names, fused projections, shards or transposes. Digits are small whole numbers, which
-every dtype represents exactly. Passes of opposite and of mixed digits follow, which reveal any element that is not a
-plain copy, and its tensor is refused by name. Elements that are the same in all passes do not come from the tensors
-that are numbered.
+Nothing has to be known about names, fused projections, shards or transposes. Digits are written as numbers that
+dtypes represent exactly (`letters`). Passes of opposite and of mixed digits follow, which reveal any element that is
+not a plain copy, and its tensor is refused by name. Elements that are the same in all passes do not come from the
+tensors that are numbered.
 
 Digits are made where the engine's tensors are, and put together there. For an element in question that takes 9 bytes
 beside its own, of at most about `GROUP_ELEMENTS` elements; where too little memory is free, the host's is used.

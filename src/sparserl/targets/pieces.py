@@ -143,9 +143,9 @@ def letters(bits: int, dtype: torch.dtype) -> torch.Tensor:
 
     Those of the upper half of the digits are negative where there are negative numbers; in each half, larger digits
     are larger numbers. No two have the same absolute value, none is the reciprocal of another, and none is a power of
-    two, which scales often are. In floating-point dtypes they range from 1/16 to 8704, or to 3.5 for digits of 4 bits,
-    and bf16, or then every such dtype, represents them. In fp32 and wider they have a fraction that narrower dtypes
-    round away.
+    two, which scales often are. In floating-point dtypes they range from 1/16 to 8704, with few enough bits for bf16,
+    or for digits of 4 bits from 1/16 to 2.5, with few enough for fp8. In fp32 and wider they have a fraction that
+    narrower dtypes round away.
     """
     if dtype.is_complex:
         raise UnsupportedTensor(f"{dtype} is not supported")

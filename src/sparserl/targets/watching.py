@@ -164,6 +164,7 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
         self.read |= self._names(tensor)
 
     def _names(self, tensor: torch.Tensor) -> set[str]:
+        """The tensors of the checkpoint of which the memory of a tensor has something."""
         memory = self.memory(tensor)
         return set() if memory is None else memory.names
 

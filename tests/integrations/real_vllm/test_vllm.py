@@ -175,9 +175,9 @@ def seen(request, tmp_path_factory):
         jobs |= {name: (job, root, "faults", name, llama) for name in ("packed", "packed_and_verified", "derived")}
         jobs |= {"served": (served, llama, root / "served"), "example": (example, llama, root / "example")}
         asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-        pairs = [(kind, n) for kind, n in (*SHORT, *LONG) if {"kind": kind, "ranks": n} in asked or (kind, n) in SHORT]
-        pairs.remove(("llama", 1))
-        jobs |= {(kind, n): (followed, models[kind], root / f"{kind}-{n}", kind, n) for kind, n in pairs}
+        chosen = [(kind, n) for kind, n in LONG if {"kind": kind, "ranks": n} in asked]
+        others = (*SHORT[1:], *chosen)
+        jobs |= {(kind, n): (followed, models[kind], root / f"{kind}-{n}", kind, n) for kind, n in others}
         chosen = {item.callspec.params["kind"] for item in request.session.items if "test_families" in item.name}
         chosen |= {"mla"} if any("made_of_others" in item.name for item in request.session.items) else set()
         jobs |= {kind: (family, root, kind) for kind in FAMILIES if kind in chosen}

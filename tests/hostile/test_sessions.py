@@ -157,7 +157,8 @@ def test_threads_that_publish_at_once_take_turns(url):
 
 
 ENDS_IN_FLIGHT = """
-import shutil, sys, numpy as np, sparserl
+import logging, shutil, sys, numpy as np, sparserl
+logging.getLogger("sparserl").setLevel(logging.ERROR)  # it may log that it compiles kernels
 weights = {"w": np.random.default_rng(0).integers(0, 2**32, 300_000, np.uint32)}
 publisher = sparserl.Publisher("file://" + sys.argv[1], weights)
 publisher.publish()

@@ -22,6 +22,7 @@ from sparserl import Patch
 from sparserl.errors import SparserlError
 from sparserl.parallel import ReadAhead, default_threads, in_turn, ordered
 from tests.class_choice import always
+from tests.effort import each
 
 PROFILES = ("auto", "raw", "gap", "ulp", "ctx")
 
@@ -50,9 +51,7 @@ def small(monkeypatch):
     monkeypatch.setattr("sparserl.plan.buckets.choose_classes", always)
 
 
-@pytest.mark.parametrize(
-    "profile", ["ctx", *(pytest.param(name, marks=pytest.mark.long) for name in PROFILES if name != "ctx")]
-)
+@each("profile", PROFILES, by_day=["ctx"])
 def test_the_same_bytes_whatever_the_number_of_threads(profile, small):
     """Diff, squash and invert write the same patch on one, two and four threads; apply does the same."""
     first, second, third = versions(count=3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numba
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from sparserl.kernels import cpu, reference
 from sparserl.kernels.cpu.arguments import ClassChanges, ClassEnds, ClassStreams, Landing, Magnitudes, Tiled
+from tests.effort import each
 
 POISON = 0xA5
 WIDTHS = (1, 2, 4, 8)
@@ -19,17 +22,8 @@ STRETCH = 8192
 each_width = pytest.mark.parametrize("width", WIDTHS)
 each_magnitude = pytest.mark.parametrize("magnitude", MAGNITUDES)
 COMMON = {(1, "float"), (2, "float"), (2, "plain"), (4, "float")}  # each other kind is compiled anew
-each_kind = pytest.mark.parametrize(
-    ("width", "magnitude"),
-    [
-        pytest.param(width, magnitude, marks=[] if (width, magnitude) in COMMON else [pytest.mark.long])
-        for width in WIDTHS
-        for magnitude in MAGNITUDES
-    ],
-)
-each_number = pytest.mark.parametrize(
-    "number", [pytest.param(number, marks=[] if number in (3, 7) else [pytest.mark.long]) for number in (1, 3, 4, 5, 7)]
-)
+each_kind = each(("width", "magnitude"), itertools.product(WIDTHS, MAGNITUDES), by_day=COMMON)
+each_number = each("number", (1, 3, 4, 5, 7), by_day=(3, 7))
 
 
 def int64(*values):
@@ -216,7 +210,7 @@ def test_regions_of_every_size_in_one_call(width, magnitude, number):
 @pytest.mark.parametrize(
     "thresholds", [[0x80], [0x80, 0x3A00, 0x3F80, 0x7F80], [0x100, 0x4000], [0x80, 0x81], [0x80, 0x8000]]
 )
-@pytest.mark.parametrize("magnitude", ["float", pytest.param("signed", marks=pytest.mark.long), "plain"])
+@each("magnitude", ["float", "signed", "plain"], long=["signed"])
 def test_thresholds_that_a_byte_tells(magnitude, thresholds):
     """Two-byte elements held against thresholds of which only the highest eight bits are set, or not only those."""
     rng = np.random.default_rng(len(thresholds))

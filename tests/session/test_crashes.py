@@ -20,6 +20,7 @@ from sparserl.errors import Fenced, SparserlError, StoreError, Unavailable
 from sparserl.session.store import signing
 from sparserl.session.store.retention import collect, faults
 from sparserl.transport.stores.folder import FolderStore
+from tests.effort import each
 from tests.servers import Proxy, Server
 from tests.session.killed_processes import driver, settled, sha, weights_at
 
@@ -58,10 +59,7 @@ class Rollout:
 # -- kills -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("case", "every"),
-    [("patch", 6), *(pytest.param(*case, marks=pytest.mark.long) for case in (("first", 9), ("anchor", 12)))],
-)
+@each(("case", "every"), [("patch", 6), ("first", 9), ("anchor", 12)], by_day=[("patch", 6)])
 def test_a_publisher_is_killed_at_any_moment(case: str, every: int, tmp_path: Path) -> None:
     """Whatever it was about to write, receivers see the old version or the new one, and its next life goes on."""
     every = 1 if os.environ.get("SPARSERL_KILLS") == "all" else every
@@ -73,9 +71,7 @@ def test_a_publisher_is_killed_at_any_moment(case: str, every: int, tmp_path: Pa
     assert case == "first" or seen["new runs"] < seen["kills"] / 2
 
 
-@pytest.mark.parametrize(
-    "case", [*(pytest.param(case, marks=pytest.mark.long) for case in ("first", "again")), "patch"]
-)
+@each("case", ["first", "again", "patch"], by_day=["patch"])
 def test_a_subscriber_is_killed_at_any_moment(case: str, tmp_path: Path) -> None:
     """`current` is the old checkpoint or the new one, whole; the next life ends with the new one and clears up."""
     every = 1 if os.environ.get("SPARSERL_KILLS") == "all" else 3
@@ -96,13 +92,10 @@ def test_a_process_is_killed_while_it_pins(tmp_path: Path) -> None:
     assert seen["new"] > 1
 
 
-SERVERS = (("seaweedfs", 12), ("moto", 13))
+SERVERS = (("seaweedfs", 20, 12), ("moto", 20, 13))
 
 
-@pytest.mark.parametrize(
-    ("store", "kills", "seed"),
-    [("file", 20, 11), *(pytest.param(name, 20, seed, marks=pytest.mark.long) for name, seed in SERVERS)],
-)
+@each(("store", "kills", "seed"), [("file", 20, 11), *SERVERS], long=SERVERS)
 def test_all_are_killed_over_and_over(store: str, kills: int, seed: int) -> None:
     """A publisher and two subscribers that live at the same time, and die at drawn moments."""
     seen = driver("-m", "tests.session.soak", "--kills", kills, "--store", store, "--seed", seed)
@@ -188,9 +181,7 @@ def _is_swap(line: str) -> bool:
     return line.startswith("PUT") and "head.json" in line
 
 
-@pytest.mark.parametrize(
-    "kind", ["lost", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("reset", "503", "hang"))]
-)
+@each("kind", ["lost", "reset", "503", "hang"], by_day=["lost"])
 def test_the_reply_to_a_swap_is_lost(server: Server, place: str, kind: str) -> None:
     """Whether the head was moved or not, the publish succeeds once, and the version grows by one."""
     left: list[str] = []

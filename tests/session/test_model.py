@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import NamedTuple
 
-import pytest
-
+from tests.effort import each
 from tests.session import model_search
 from tests.session.model_search import explore
 from tests.session.model_state import Bounds, Protocol
@@ -52,9 +51,7 @@ LONG = (
 )
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in EXPLORED]
-)
+@each("name", EXPLORED, long=LONG)
 def test_the_protocol_holds_in_every_state(name):
     bounds, least = EXPLORED[name]
     found = explore(Protocol(), bounds)
@@ -129,9 +126,7 @@ LONG_HOLES = (
 )
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG_HOLES else []) for name in HOLES]
-)
+@each("name", HOLES, long=LONG_HOLES)
 def test_a_hole_is_found(name):
     hole = HOLES[name]
     found = explore(hole.protocol, hole.bounds)

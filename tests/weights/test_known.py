@@ -15,6 +15,7 @@ from sparserl.weights import known, local
 from sparserl.weights.dtypes import BY_NAME
 from sparserl.weights.local import LocalWeights
 from sparserl.weights.objects import object_array
+from tests.effort import each
 
 KINDS = ["torch", "parameters", "arrays", "bits"]
 
@@ -54,9 +55,7 @@ def test_known_tensors_are_looked_at_once(looks, kind):
     assert [place for place, _ in again.parts] == [(0, None), (1, None)]
 
 
-@pytest.mark.parametrize(
-    "kind", ["torch", *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS if kind != "torch")]
-)
+@each("kind", KINDS, by_day=["torch"])
 def test_they_are_forgotten_with_their_last_user(kind):
     weights = some_weights(kind)
     local = LocalWeights.of(weights)

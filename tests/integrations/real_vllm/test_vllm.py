@@ -24,6 +24,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import each
+
 pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed; see `make test-vllm`"),
     pytest.mark.timeout(900),
@@ -59,8 +61,7 @@ ENVIRONMENT = {
 
 def cases(*kinds):
     """The short and the long ones of these models."""
-    params = [pytest.param(*case) for case in SHORT] + [pytest.param(*case, marks=pytest.mark.long) for case in LONG]
-    return pytest.mark.parametrize(("kind", "ranks"), [param for param in params if param.values[0] in kinds])
+    return each(("kind", "ranks"), [case for case in SHORT + LONG if case[0] in kinds], long=LONG)
 
 
 def job(folder, module, name, *args, ranks=1):
@@ -289,9 +290,7 @@ def test_engines_that_follow_nothing_are_verified(seen, kind, ranks):
     assert verified["flipped left as it was"]
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "mla" else pytest.mark.long) for kind in FAMILIES]
-)
+@each("kind", FAMILIES, by_day=["mla"])
 def test_families(seen, kind):
     """Models that load otherwise are followed as exactly: latent attention, experts with biases, two towers."""
     found = seen[kind].result()
@@ -309,9 +308,7 @@ def test_weights_made_of_others(seen):
     assert re.search(r"UnsupportedTensor: '\S+kv_b_proj\.weight' and '\S+\.W_U\S+' both have", found["start"])
 
 
-@pytest.mark.parametrize(
-    "drafter", [pytest.param(d, marks=[] if d == ("mtp", 1) else pytest.mark.long) for d in DRAFTERS]
-)
+@each("drafter", DRAFTERS, by_day=[("mtp", 1)])
 def test_drafters(seen, drafter):
     """The drafter's weights change in the policy's commit, or with it not at all; if the run lacks them, they stay."""
     method, ranks = drafter
@@ -341,7 +338,7 @@ def test_a_drafter_that_cannot_be_followed(seen):
     assert "cannot be followed: 'model.fc.doubled' is computed" in log
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@each("ranks", [1, 2], long=[2])
 def test_adapters(seen, ranks):
     """An adapter follows a run in place, under its id; vLLM may drop it; nothing that goes wrong changes it."""
     found = seen["adapters", ranks].result()

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from tests.effort import each
 from tests.integrations.real_vllm.test_vllm import ENVIRONMENT, HERE, job, tokens
 
 pytestmark = [
@@ -26,10 +27,7 @@ def _environment(tmp_path, monkeypatch):
     multiprocessing.get_context("forkserver").set_forkserver_preload([f"{HERE}.preload"])
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks"),
-    [("llama", 1), *(pytest.param(*case, marks=pytest.mark.long) for case in (("qwen2", 2), ("moe", 1)))],
-)
+@each(("kind", "ranks"), [("llama", 1), ("qwen2", 2), ("moe", 1)], by_day=[("llama", 1)])
 def test_syncs(kind, ranks, tmp_path):
     """In place from the first version on, also after something else wrote to a weight; or by NeMo-RL's own loader."""
     job(tmp_path, "models", "make", tmp_path / "model", kind)

@@ -27,6 +27,13 @@ MUTANTS = (
         Tests("session/test_pins.py", "comes_back"),
     ),
     Mutant(
+        "receivers without a version are not heard",
+        "session/store/own_lease.py",
+        "if self._name is None or (version is None and profiles is None):",
+        "if self._name is None or version is None:",
+        Tests("session/test_profiles.py", "without_a_version_is_heard"),
+    ),
+    Mutant(
         "announcements are followed without end",
         "session/store/coming.py",
         "if is_late or self._nbytes + blob.size > AHEAD_BYTES:",

@@ -184,6 +184,41 @@ def test_a_receiver_that_comes_late_is_told_what_to_set(url):
         assert bits(mine) == bits(policy.weights)
 
 
+def test_a_receiver_without_a_version_is_heard(url):
+    """It can begin when patches from the newest anchor on are none that it takes: the publisher writes another one."""
+    policy = Policy()
+    publisher = Publisher(url, policy.weights, profile="ulp", anchor_after=100, lease=1e9)
+    publisher.publish()
+    policy.step()
+    publisher.publish()
+    subscriber, mine = taking(url, policy, "raw")
+    with pytest.raises(NotRetained, match="A publisher that hears of this by a lease keeps to it"):
+        subscriber.sync()
+    (lease,) = publisher._run_writer.leases()
+    assert (lease.version, lease.profiles) == (None, ("raw",))
+    assert publisher.wait(version=0, subscribers=1, timeout=0) == 0
+    publisher._maintenance.receivers.look()
+    for kind in ("anchor", "patch"):
+        policy.step()
+        publisher.publish()
+        assert subscriber.sync().kind == kind
+        assert bits(mine) == bits(policy.weights)
+    (lease,) = publisher._run_writer.leases()
+    assert lease.version == 3
+
+
+def test_a_receiver_without_a_version_leaves_no_lease_if_it_takes_all(url):
+    """There is nothing that a publisher should do for it."""
+    policy = Policy()
+    publisher = Publisher(url, policy.weights)
+    publisher.publish()
+    mine = policy.empty()
+    subscriber = Subscriber(url, mine)
+    with pytest.raises(NotRetained):
+        subscriber.sync(7)
+    assert publisher._run_writer.leases() == []
+
+
 def test_what_a_target_takes_from_now_on(url):
     """A receiver that is refused says so in its lease at once, though its version is the same."""
     policy = Policy()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import SessionError
-from .fields import SMALL, Fields, checked_seconds, counted, matched, parse, read_profiles, written
+from .fields import MOST_VERSION, SMALL, Fields, checked_seconds, counted, matched, parse, read_profiles, written
 from .rates import Rates
 
 _MOST_RATE = 10**15  # bits per second
@@ -21,7 +21,7 @@ class Lease:
     """What a subscriber holds; retention spares what it needs, and publishers wait for it."""
 
     name: str
-    version: int
+    version: int | None  # None if it holds none, and says only what it can take
     time: float
     rates: Rates | None = None  # of its last fetches
     profiles: tuple[str, ...] | None = None  # that it can take; None for all
@@ -30,7 +30,7 @@ class Lease:
     def to_bytes(self) -> bytes:
         record = vars(self) | {"rates": self.rates and [*map(round, self.rates)]}
         record["profiles"] = self.profiles and [*self.profiles]
-        for name in ("rates", "profiles", "holding"):
+        for name in ("version", "rates", "profiles", "holding"):
             if record[name] is None:
                 del record[name]
         return written(record, f"the lease of {self.name}", SMALL)
@@ -40,7 +40,7 @@ class Lease:
         fields = Fields(parse(data, label), label)
         lease = cls(
             fields.text("name", LEASE_NAME),
-            fields.count("version"),
+            fields.optional("version", lambda v: counted(v, MOST_VERSION), None),
             fields.take("time", checked_seconds),
             fields.optional("rates", _read_rates, None),
             fields.optional("profiles", _read_profiles, None),

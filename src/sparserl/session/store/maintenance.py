@@ -125,7 +125,8 @@ class Maintenance:
             if self._options.keep_anchors is None:
                 return (*steps, step)
             now = self._writer.clock()
-            leased = [lease.version for lease in self._writer.leases() if now - lease.time < self._options.lease]
+            fresh = [lease for lease in self._writer.leases() if now - lease.time < self._options.lease]
+            leased = [lease.version for lease in fresh if lease.version is not None]
             pinned = self._pinned_steps(steps)
             return routes.retained((*steps, step), self._options.keep_anchors, leased, _MOST_STEPS, pinned)
 

@@ -1,4 +1,4 @@
-"""The lease that a subscriber writes: which version it holds."""
+"""The lease that a subscriber writes: which version it holds, and what it can take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection
 
 from ...errors import SessionError, StoreError
 from ...transport.stores.base import Store
-from ..receiver import RunVersion
 from .holding_records import HoldingRecord
 from .leases import Lease, lease_name
 from .rates import Rates
@@ -40,27 +39,30 @@ class OwnLease:
         self._store = store
         self._name = lease if store.writable else None
         self._clock = clock
-        self._written: object = None  # the version in the lease, and what can be taken
+        self._written: object = None  # run and version in the lease, and what can be taken
         self._written_at = 0.0
         self._holding: tuple[str, str] | None = None  # run and hash of the one that was written
         self._holding_at = 0.0
 
     def renew(
         self,
-        version: RunVersion | None,
-        rates: Rates | None = None,
+        run: str,
+        version: int | None,
         profiles: Collection[str] | None = None,
         holding: HoldingRecord | None = None,
+        rates: Rates | None = None,
     ) -> None:
-        """Write down in the store which version is held; that it could not be written is no reason to fail.
+        """Write down in the store what is held and can be taken; that it could not be written is no reason to fail.
 
-        rates: how fast versions are fetched, where that is known.
+        version: of the run; without one, there is no lease of who can take everything.
         profiles: those that can be taken; None for all.
         holding: the parts of the weights that are here; None for all.
+        rates: how fast versions are fetched, where that is known.
         """
-        if self._name is None or version is None:
+        self._put_holding(run, holding)
+        if self._name is None or (version is None and profiles is None):
             return
-        told = version, profiles, holding
+        told = run, version, profiles, holding
         if self._written == told and time.monotonic() - self._written_at < _RENEW:
             return
         self._written = told
@@ -68,22 +70,22 @@ class OwnLease:
         try:
             lease = Lease(
                 self._name,
-                version.version,
+                version,
                 self._clock(),
                 rates,
                 None if profiles is None else tuple(sorted(profiles)),
                 None if holding is None else holding.hash,
             )
-            self._store.put(path(version.run, "leases", self._name), lease.to_bytes())
+            self._store.put(path(run, "leases", self._name), lease.to_bytes())
         except (StoreError, SessionError):
             return
 
-    def put_holding(self, run: str | None, holding: HoldingRecord | None) -> None:
+    def _put_holding(self, run: str, holding: HoldingRecord | None) -> None:
         """Write down the parts that are here, whatever version they are, so that publishers cut patches along them.
 
         It is done again now and then: like a lease, the record goes when that has not been done for a day.
         """
-        if self._name is None or holding is None or run is None:
+        if self._name is None or holding is None:
             return
         key = run, holding.hash
         if self._holding == key and time.monotonic() - self._holding_at < _RENEW_HOLDING:

@@ -142,9 +142,7 @@ def pin_version(
     index = read_index(store, head)
     digest = routes.versions(index.steps).get(number)
     if digest is None or (number, digest) not in routes.reached(index.steps):
-        raise NotRetained(
-            f"{store.url}: version {number} cannot be pinned; the store has {routes.span(routes.versions(index.steps))}"
-        )
+        raise NotRetained(f"{store.url}: version {number} cannot be pinned; the store has {routes.span(index.steps)}")
     if expected is not None and (head.run, digest) != (expected.run, expected.digest):
         raise NotRetained(f"{store.url}: version {number} of run {expected.run} is not in the store any more")
     own_name = checked_pin_name(f"v{number}" if name is None else name)

@@ -44,9 +44,6 @@ def route(
         used = {name for step in refused for name in step.profiles} - set(profiles)
         cut = "" if holding is None else " or cuts patches along the parts here"
         heard = f"A publisher that hears of this by a lease keeps to it{cut}, and writes an anchor first"
-        if have is None:
-            anchor = max(step.version for step in steps if step.base is None)
-            heard = f"Sync to version {anchor}, an anchor, first: a receiver without a version has no lease. {heard}"
         raise NotRetained(f"{refusal(f'version {want}', used, profiles)}. {heard}")
     raise NotRetained(f"version {want} cannot be reached with what the store has")
 
@@ -152,8 +149,9 @@ def version_of_step(steps: Iterable[RouteStep], training_step: int) -> int | Non
     return None
 
 
-def span(digests: Collection[int]) -> str:
-    """Some versions, in words."""
+def span(steps: Iterable[RouteStep]) -> str:
+    """The versions that steps lead to, in words."""
+    digests = versions(steps)
     return f"versions {min(digests)} to {max(digests)}" if digests else "none"
 
 

@@ -215,7 +215,7 @@ class RunWriter:
         """Wait until so many subscribers hold a version or a later one; how many do."""
         end = time.monotonic() + timeout
         while True:
-            holders = sum(lease.version >= version for lease in self.leases())
+            holders = sum(lease.version is not None and lease.version >= version for lease in self.leases())
             if holders >= subscribers or time.monotonic() >= end:
                 return holders
             time.sleep(min(0.1, max(0.0, end - time.monotonic())))

@@ -196,7 +196,7 @@ class Subscriber(Receiver):
         number = head.version if version is None else version
         digests = routes.versions(snapshot.index.steps)
         if number not in digests:
-            raise NotRetained(f"version {number} is not in the store; it has {routes.span(digests)}")
+            raise NotRetained(f"version {number} is not in the store; it has {routes.span(snapshot.index.steps)}")
         return snapshot, RunVersion(head.run, head.created, number, digests[number])
 
     def sync(self, version: int | None = None) -> SyncReport | None:
@@ -302,8 +302,8 @@ class Subscriber(Receiver):
             except NotRetained:
                 continue  # not for this receiver, or just removed
         if once and start is None:
-            digests = routes.versions(snapshot.index.steps)
-            raise NotRetained(f"{self.store.url}: no version is a multiple of {every}: it has {routes.span(digests)}")
+            all_versions = routes.span(snapshot.index.steps)
+            raise NotRetained(f"{self.store.url}: no version is a multiple of {every}: it has {all_versions}")
         self._tell_version()
         return None
 
@@ -341,8 +341,7 @@ class Subscriber(Receiver):
         awaited_head = self._awaited_head
         self._awaited_head = None
         head, tag = read_head(self.store, self._trusted_keys, awaited_head)
-        last = self._snapshot
-        if last is not None and head == last.head:
+        if (last := self._snapshot) is not None and head == last.head:
             if self._is_uncertain:
                 self._identify(last, head.version if version is None else version)
             return last
@@ -482,12 +481,14 @@ class Subscriber(Receiver):
         self._tell_version()
 
     def _tell_version(self) -> None:
-        """Tell the store and the neighbours which version is held."""
+        """Tell the store and the neighbours which version is held, and the store what can be taken."""
         snapshot = self._snapshot
+        if snapshot is None:
+            return
+        start = self._start_in(snapshot.run.run)
         holding = self._holding.record(self._table)
-        self._lease.put_holding(None if snapshot is None else snapshot.run.run, holding)
-        self._lease.renew(self._current, self._rates.extremes, self._profiles(), holding)
-        if self._served is not None and snapshot is not None and self._versions_behind(snapshot) == 0:
+        self._lease.renew(snapshot.run.run, start and start[0], self._profiles(), holding, self._rates.extremes)
+        if self._served is not None and self._versions_behind(snapshot) == 0:
             self._served.show(snapshot.head.run, snapshot.tag)
 
     def _wait_for_change(self, seconds: float) -> StoredObject | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from unittest.mock import Mock
 
 import pytest
@@ -13,6 +15,7 @@ from sparserl.plan import buckets
 from sparserl.session import receiver
 from sparserl.session.store import receivers as receivers_module
 from sparserl.session.store.holding_records import HoldingRecord
+from sparserl.session.store.retention import collect
 from sparserl.targets.engine import EngineTarget
 from sparserl.weights import holdings as holdings_module
 from sparserl.weights.holdings import Holdings
@@ -75,6 +78,32 @@ def test_engines_of_different_sizes_follow_one_run(tmp_path, monkeypatch):
         step = it.last_patch()
         assert step.profiles == ("ctx",)
         assert len(step.holdings) == 6
+
+
+def test_engines_that_are_gone_are_forgotten(tmp_path, monkeypatch):
+    """A day after they were heard of, patches are not cut for them; that their records are collected does no harm."""
+    monkeypatch.setattr(buckets, "choose_classes", always)
+    with fleet(tmp_path, 2, profile="ctx", anchor_after=100) as it:
+        with fleet(tmp_path, 4, other=it) as gone:
+            for seed in range(2):
+                for every in (it, gone):
+                    every.all(lambda s: s.commit_version())
+                it.train(seed)
+            assert len(it.last_patch().holdings) == 6
+            run = tmp_path / "run" / "runs" / it.publisher.run
+            for subscriber in gone.subscribers:
+                record = run / "holdings" / subscriber._holding.record(subscriber._table).hash
+                os.utime(record, times=(time.time() - 90_000,) * 2)
+                (run / "leases" / subscriber._lease._name).unlink()
+        it.publisher._maintenance.receivers.look()
+        for seed, is_collected in enumerate((False, True), 2):
+            if is_collected:
+                assert len(collect(it.publisher.store, grace=1000)) == 4
+            it.train(seed)
+            assert {report.kind for report in it.all(lambda s: s.commit_version())} == {"patch"}
+            it.require_exact()
+            step = it.last_patch()
+            assert (step.profiles, len(step.holdings)) == (("ctx",), 2)
 
 
 def test_several_cut_patches_at_once(tmp_path, monkeypatch):

@@ -34,6 +34,13 @@ MUTANTS = (
         Tests("session/test_profiles.py", "without_a_version_is_heard"),
     ),
     Mutant(
+        "patches are cut for engines that are long gone",
+        "session/store/run_writer.py",
+        "if is_own(item.name) and item.time > since]",
+        "if is_own(item.name)]",
+        Tests("integrations/test_ranks.py", "gone_are_forgotten"),
+    ),
+    Mutant(
         "announcements are followed without end",
         "session/store/coming.py",
         "if is_late or self._nbytes + blob.size > AHEAD_BYTES:",

@@ -33,7 +33,7 @@ _MOST_LISTED = 2 * MOST_HOLDINGS  # holdings that are looked at
 _END_SECONDS = 1.0  # that the end of a publisher waits for a look
 _FIRST_LOOKS = 3  # publishes that look at leases before they encode, as long as there are none
 _MOST_REMEMBERED = 1024  # leases, the newest
-_REMEMBERED = 86_400.0  # seconds that a lease counts which is not renewed: an engine may be busy until its next commit
+_REMEMBERED = 86_400.0  # seconds that a receiver counts which is silent: an engine may be busy until its next commit
 
 
 class _Heard(NamedTuple):
@@ -82,6 +82,7 @@ class Receivers:
         self._hashes: set[str] = set()  # of holdings
         self._writer = writer
         self._lease_seconds = lease_seconds
+        self._remembered = max(lease_seconds, _REMEMBERED)
         self._thread: threading.Thread | None = None
         self._heard_at = -_EVERY
         self._first_looks = 0
@@ -167,7 +168,7 @@ class Receivers:
         now = self._writer.clock()
         try:
             leases = self._writer.leases(_MOST_LEASES)
-            hashes = self._writer.holding_hashes(_MOST_LISTED)
+            hashes = self._writer.holding_hashes(_MOST_LISTED, now - self._remembered)
         except SparserlError:
             return  # a later publish looks again
         self._looks += 1
@@ -194,9 +195,8 @@ class Receivers:
         with self._lock:
             if run != self._run:
                 self._leases.clear()
-                self._hashes.clear()
                 self._run = run
-            self._hashes.update(hashes, (lease.holding for lease in leases if lease.holding is not None))
+            self._hashes = {*hashes, *(lease.holding for lease in leases if lease.holding is not None)}
             for lease in leases:
                 self._leases.pop(lease.name, None)
                 if lease.profiles is not None:
@@ -204,7 +204,7 @@ class Receivers:
 
     def _takers(self) -> list[Takers]:
         """The receivers that do not take all profiles, by what they take; those that are long silent are forgotten."""
-        oldest = self._writer.clock() - max(self._lease_seconds, _REMEMBERED)
+        oldest = self._writer.clock() - self._remembered
         newest = sorted(self._leases.values(), key=lambda lease: -lease.time)[:_MOST_REMEMBERED]
         self._leases = {lease.name: lease for lease in newest if lease.time > oldest}
         takers: dict[tuple[Any, ...], Takers] = {}

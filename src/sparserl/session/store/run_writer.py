@@ -233,13 +233,13 @@ class RunWriter:
                 continue
         return leases
 
-    def holding_hashes(self, most: int) -> list[str]:
-        """The hashes of the parts that subscribers of the run have; of very many, the newest."""
+    def holding_hashes(self, most: int, since: float) -> list[str]:
+        """The hashes of the parts that subscribers of the run have had since then; of very many, the newest."""
         if self.committed is None:
             return []
         prefix = path(self.committed.run.run, "holdings", "")
         items = sorted(self.store.list(prefix), key=lambda item: -item.time)
-        return [item.name.removeprefix(prefix) for item in items[:most] if is_own(item.name)]
+        return [item.name.removeprefix(prefix) for item in items[:most] if is_own(item.name) and item.time > since]
 
 
 def published_report(

@@ -72,7 +72,7 @@ long-alone: $(STAMP)
 interpreted: $(STAMP)  ## weights on a GPU where there is none: in Triton's interpreter, or by plain operations of torch
 	for way in on off; do \
 	  SPARSERL_GPU=$$way TRITON_INTERPRET=1 SPARSERL_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal \
-	    --one-in $(ONE_IN) --one-in-all $(if $(filter 1,$(ONE_IN)),1,6) tests/patch/gpu || exit 1; \
+	    --one-in $(ONE_IN) --one-in-all $(if $(filter 1,$(ONE_IN)),1,5) tests/patch/gpu || exit 1; \
 	done
 
 rest: docs long-unit interpreted test-vllm $(IN_TURN) mutants-noticed package  ## for CI, with --jobs and ONE_IN, after .venv/.docs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -20,9 +20,11 @@ def examples(at_night: int) -> int:
 
 
 def each(
-    names: Names, values: Iterable[Any], *, long: Container[Any] = (), by_day: Container[Any] | None = None
+    names: Names, values: Iterable[Any], *, long: Collection[Any] = (), by_day: Collection[Any] | None = None
 ) -> Any:
     """Parametrize a test with values; those in `long`, or all that are not `by_day`, are left to `make long`."""
+    values = [*values]
+    assert all(value in values for value in [*long, *(by_day or ())])  # else a slip would leave a test to the night
 
     def parameters(value: Any) -> Any:
         is_long = value in long if by_day is None else value not in by_day

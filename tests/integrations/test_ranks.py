@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -90,20 +91,55 @@ def test_engines_that_are_gone_are_forgotten(tmp_path, monkeypatch):
                     every.all(lambda s: s.commit_version())
                 it.train(seed)
             assert len(it.last_patch().holdings) == 6
-            run = tmp_path / "run" / "runs" / it.publisher.run
-            for subscriber in gone.subscribers:
-                record = run / "holdings" / subscriber._holding.record(subscriber._table).hash
-                os.utime(record, times=(time.time() - 90_000,) * 2)
-                (run / "leases" / subscriber._lease._name).unlink()
-        it.publisher._maintenance.receivers.look()
-        for seed, is_collected in enumerate((False, True), 2):
-            if is_collected:
+            was_silent(gone, 200_000)
+        for look in range(10):
+            it.publisher._maintenance.receivers.look()
+            if look == 5:
+                it.train(2)
+                assert len(it.last_patch().holdings) == 6
                 assert len(collect(it.publisher.store, grace=1000)) == 4
+        it.train(3)
+        assert {report.kind for report in it.all(lambda s: s.commit_version())} == {"patch"}
+        it.require_exact()
+        step = it.last_patch()
+        assert (step.profiles, len(step.holdings)) == (("ctx",), 2)
+        with fleet(tmp_path, 4, other=it) as back:
+            assert {type(error) for error in back.all(lambda s: s.commit_version())} == {NotRetained}
+            it.publisher._maintenance.receivers.look()
+            for seed in range(4, 6):
+                it.train(seed)
+                for every in (it, back):
+                    every.all(lambda s: s.commit_version())
+                    every.require_exact()
+            assert len(it.last_patch().holdings) == 6
+
+
+def test_a_break_of_more_than_a_day(tmp_path, monkeypatch):
+    """Engines that were silent since the last version go on with patches."""
+    monkeypatch.setattr(buckets, "choose_classes", always)
+    with fleet(tmp_path, 2, profile="ctx", anchor_after=100) as it:
+        it.all(lambda s: s.commit_version())
+        it.train(0)
+        it.all(lambda s: s.commit_version())
+        was_silent(it, 100_000)
+        for seed in range(1, 4):
             it.train(seed)
+            it.publisher._maintenance.receivers.look()
             assert {report.kind for report in it.all(lambda s: s.commit_version())} == {"patch"}
             it.require_exact()
-            step = it.last_patch()
-            assert (step.profiles, len(step.holdings)) == (("ctx",), 2)
+            assert len(it.last_patch().holdings) == 2
+
+
+def was_silent(engine, seconds):
+    """Make it so that its ranks have not been heard for so long."""
+    run = Path(engine.publisher.store.root) / "runs" / engine.publisher.run
+    before = time.time() - seconds
+    for subscriber in engine.subscribers:
+        lease = subscriber._lease
+        lease._written_at -= seconds
+        lease._holding_at -= seconds
+        os.utime(run / "holdings" / subscriber._holding.record(subscriber._table).hash, (before, before))
+        (run / "leases" / lease._name).unlink()
 
 
 def test_several_cut_patches_at_once(tmp_path, monkeypatch):

@@ -41,6 +41,27 @@ MUTANTS = (
         Tests("integrations/test_ranks.py", "gone_are_forgotten"),
     ),
     Mutant(
+        "engines that were silent for a day are forgotten at once",
+        "session/store/receivers.py",
+        "if since + 1 < _LAST_LOOKS}",
+        "if since < 0}",
+        Tests("integrations/test_ranks.py", "break_of_more"),
+    ),
+    Mutant(
+        "leases as old as a training step are not heard",
+        "session/store/receivers.py",
+        "remembered = [lease for lease in leases if now - lease.time < self._remembered]",
+        "remembered = current",
+        Tests("session/test_profiles.py", "take_long"),
+    ),
+    Mutant(
+        "who starts again counts once more",
+        "session/store/receivers.py",
+        "is_another = lease.version is not None",
+        "is_another = True",
+        Tests("session/test_profiles.py", "again_and_again"),
+    ),
+    Mutant(
         "announcements are followed without end",
         "session/store/coming.py",
         "if is_late or self._nbytes + blob.size > AHEAD_BYTES:",

@@ -67,8 +67,8 @@ def test_places_that_make_no_sense(store, table, places):
         read_holding(store, RUN, sha256(data), table)
 
 
-def test_they_stay_as_long_as_leases(tmp_path):
-    """A day, though nothing refers to them; then they are garbage."""
+def test_they_stay_longer_than_leases(tmp_path):
+    """Two days, though nothing refers to them; then they are garbage. So no lease names one that is gone."""
     now = time.time()
     store = FolderStore(str(tmp_path))
     with sparserl.Publisher(store, WEIGHTS) as publisher:
@@ -78,6 +78,6 @@ def test_they_stay_as_long_as_leases(tmp_path):
     store.put(path(run, "leases", "x"), Lease("x", 0, now, None, ("ulp",), record.hash).to_bytes())
     assert list(faults(store)) == []
     assert collect(store, 1.0, lambda: now + 86_000) == []
-    assert sorted(collect(store, 1.0, lambda: now + 87_000)) == sorted(
-        [path(run, "holdings", record.hash), path(run, "leases", "x")]
-    )
+    assert collect(store, 1.0, lambda: now + 87_000) == [path(run, "leases", "x")]
+    assert collect(store, 1.0, lambda: now + 172_000) == []
+    assert collect(store, 1.0, lambda: now + 173_500) == [path(run, "holdings", record.hash)]

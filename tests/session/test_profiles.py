@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 import pytest
 
@@ -10,17 +11,18 @@ from sparserl import Publisher, Subscriber, targets
 from sparserl.errors import NotRetained
 from sparserl.session.profiles import Takers, choose_profiles, refusal
 from sparserl.session.store.leases import Lease
+from sparserl.session.store.own_lease import OwnLease
 from sparserl.session.store.records import path
 from tests.class_choice import always
 from tests.session.policy import Policy, bits
 
 
-def taking(url, policy, *profiles, name=True):
+def taking(url, policy, *profiles, **options):
     """A subscriber whose target takes only some profiles, and its weights."""
     mine = policy.empty()
     target = targets.module(mine)
     target.profiles = frozenset(profiles)
-    return Subscriber(url, target, name=name), mine
+    return Subscriber(url, target, **options), mine
 
 
 def last_patch(publisher):
@@ -187,7 +189,7 @@ def test_a_receiver_that_comes_late_is_told_what_to_set(url):
 def test_a_receiver_without_a_version_is_heard(url):
     """It can begin when patches from the newest anchor on are none that it takes: the publisher writes another one."""
     policy = Policy()
-    publisher = Publisher(url, policy.weights, profile="ulp", anchor_after=100, lease=1e9)
+    publisher = Publisher(url, policy.weights, profile="ulp", anchor_after=100)
     publisher.publish()
     policy.step()
     publisher.publish()
@@ -207,16 +209,57 @@ def test_a_receiver_without_a_version_is_heard(url):
     assert lease.version == 3
 
 
-def test_a_receiver_without_a_version_leaves_no_lease_if_it_takes_all(url):
+def test_who_takes_all_and_holds_no_version_leaves_no_lease(url):
     """There is nothing that a publisher should do for it."""
+    publisher = Publisher(url, Policy().weights)
+    run = publisher.publish().run
+    for profiles, leases in ((None, 0), (("raw",), 1)):
+        OwnLease(publisher.store, True, time.time, None).renew(run, None, profiles)
+        assert len(publisher._run_writer.leases()) == leases
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_steps_that_take_long(url, holds):
+    """A lease that is as old as a training step is heard, whether it has a version or not."""
+    now = [1e9]
     policy = Policy()
-    publisher = Publisher(url, policy.weights)
+    publisher = Publisher(url, policy.weights, profile="ulp", anchor_after=100, clock=lambda: now[0])
     publisher.publish()
-    mine = policy.empty()
-    subscriber = Subscriber(url, mine)
-    with pytest.raises(NotRetained):
-        subscriber.sync(7)
-    assert publisher._run_writer.leases() == []
+    subscriber, mine = taking(url, policy, "raw", clock=lambda: now[0])
+    if holds:
+        subscriber.sync()
+    kinds = []
+    for _ in range(6):
+        now[0] += 300
+        policy.step()
+        publisher.publish()
+        publisher._maintenance.receivers.look()
+        try:
+            kinds.append(subscriber.sync().kind)
+            assert bits(mine) == bits(policy.weights)
+        except NotRetained:
+            kinds.append("refused")
+    assert kinds == (["patch"] * 6 if holds else ["refused", "anchor"] + ["patch"] * 4)
+
+
+def test_who_starts_again_and_again_counts_once(url):
+    """Receivers that hold no version do not outvote those that follow, whatever names they have each time."""
+    policy = Policy()
+    publisher = Publisher(url, policy.weights, anchor_after=100)
+    publisher.publish()
+    healthy = [taking(url, policy, "ulp", name=f"engine-{i}") for i in range(3)]
+    for subscriber, _ in healthy:
+        subscriber.sync()
+    for life in range(5):
+        policy.step()
+        publisher.publish()
+        for subscriber, mine in healthy:
+            assert subscriber.sync().kind == "patch"
+            assert bits(mine) == bits(policy.weights)
+        misfit, _ = taking(url, policy, "raw", name=f"misfit-{life}")
+        with contextlib.suppress(NotRetained):  # it may have come just when there is an anchor
+            misfit.sync()
+        publisher._maintenance.receivers.look()
 
 
 def test_what_a_target_takes_from_now_on(url):

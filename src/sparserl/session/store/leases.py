@@ -1,4 +1,4 @@
-"""Leases: which version each subscriber holds, so that retention spares what it needs."""
+"""Leases: what each subscriber holds and can take, so that retention spares what it needs and patches are for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEASE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True)
 class Lease:
-    """What a subscriber holds; retention spares what it needs, and publishers wait for it."""
+    """What a subscriber holds and can take; retention spares what it needs, and publishers wait for it."""
 
     name: str
     version: int | None  # None if it holds none, and says only what it can take

@@ -83,7 +83,7 @@ class OwnLease:
     def _put_holding(self, run: str, holding: HoldingRecord | None) -> None:
         """Write down the parts that are here, whatever version they are, so that publishers cut patches along them.
 
-        It is done again now and then: like a lease, the record goes when that has not been done for a day.
+        It is done again now and then: the record goes when that has not been done for two days.
         """
         if self._name is None or holding is None:
             return

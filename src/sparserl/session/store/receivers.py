@@ -32,6 +32,7 @@ _MOST_LEASES = 64  # the newest, that are looked at
 _MOST_LISTED = 2 * MOST_HOLDINGS  # holdings that are looked at
 _END_SECONDS = 1.0  # that the end of a publisher waits for a look
 _FIRST_LOOKS = 3  # publishes that look at leases before they encode, as long as there are none
+_LAST_LOOKS = 10  # that miss parts before they are forgotten: after a break of a day, no receiver is heard at first
 _MOST_REMEMBERED = 1024  # leases, the newest
 _REMEMBERED = 86_400.0  # seconds that a receiver counts which is silent: an engine may be busy until its next commit
 
@@ -79,7 +80,7 @@ class Receivers:
         self._lock = threading.Lock()  # two looks may be under way
         self._run: str | None = None  # that leases and holdings are of
         self._leases: dict[str, Lease] = {}  # by name, of receivers that do not take all profiles
-        self._hashes: set[str] = set()  # of holdings
+        self._hashes: dict[str, int] = {}  # of holdings, each with the looks since it was last fresh
         self._writer = writer
         self._lease_seconds = lease_seconds
         self._remembered = max(lease_seconds, _REMEMBERED)
@@ -166,6 +167,9 @@ class Receivers:
     def look(self) -> None:
         """Read the leases, and which holdings there are."""
         now = self._writer.clock()
+        committed = self._writer.committed
+        if committed is None:
+            return
         try:
             leases = self._writer.leases(_MOST_LEASES)
             hashes = self._writer.holding_hashes(_MOST_LISTED, now - self._remembered)
@@ -175,7 +179,8 @@ class Receivers:
         current = [lease for lease in leases if now - lease.time < self._lease_seconds]
         if current or hashes:
             self._first_looks = _FIRST_LOOKS
-        self._hear_takers(current, hashes)
+        remembered = [lease for lease in leases if now - lease.time < self._remembered]
+        self._hear_takers(committed.run.run, remembered, hashes)
         if self._asks_for_rates:
             self._hear_rates(current)
 
@@ -184,19 +189,20 @@ class Receivers:
         if self._thread is not None:
             self._thread.join(_END_SECONDS)
 
-    def _hear_takers(self, leases: Sequence[Lease], hashes: Iterable[str]) -> None:
-        """Hear of receivers that do not take everything, or have parts of the weights.
+    def _hear_takers(self, run: str, leases: Sequence[Lease], hashes: Iterable[str]) -> None:
+        """Hear of receivers of a run that do not take everything, or have parts of the weights.
 
         A lease is no younger than its hearing, whatever it says.
         """
         now = self._writer.clock()
-        committed = self._writer.committed
-        run = None if committed is None else committed.run.run
+        fresh = {*hashes, *(lease.holding for lease in leases if lease.holding is not None)}
         with self._lock:
             if run != self._run:
                 self._leases.clear()
+                self._hashes.clear()
                 self._run = run
-            self._hashes = {*hashes, *(lease.holding for lease in leases if lease.holding is not None)}
+            looks = {hash: since + 1 for hash, since in self._hashes.items() if since + 1 < _LAST_LOOKS}
+            self._hashes = looks | dict.fromkeys(fresh, 0)
             for lease in leases:
                 self._leases.pop(lease.name, None)
                 if lease.profiles is not None:
@@ -212,7 +218,8 @@ class Receivers:
             profiles = tuple(sorted(PROFILES.keys() & {*(lease.profiles or ())}))
             taker = Takers(profiles, lease.holding is not None, name)
             same = takers.get(taker[:2])
-            takers[taker[:2]] = taker if same is None else same._replace(total=same.total + 1)
+            is_another = lease.version is not None  # else it may be one that starts again and again
+            takers[taker[:2]] = taker if same is None else same._replace(total=same.total + is_another)
         return [*takers.values()]
 
     def _choose(self, takers: Iterable[Takers], *, can_cut: bool) -> None:

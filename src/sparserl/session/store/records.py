@@ -6,7 +6,7 @@
     runs/RUN/manifests/HASH      the buckets of one patch or anchor
     runs/RUN/buckets/PLACE/HASH  a bucket, byte for byte as in a patch file
     runs/RUN/files/HASH          config, tokenizer and the like
-    runs/RUN/leases/NAME         what a subscriber holds
+    runs/RUN/leases/NAME         what a subscriber holds, and can take
     runs/RUN/holdings/HASH       the parts of the weights that a subscriber has, where it does not have all
     pins/NAME                    a version that stays until it is unpinned; see `pins`
 

@@ -23,7 +23,6 @@ from .records import (
     RouteStep,
     RunRecord,
     get_named,
-    is_of_receiver,
     is_own,
     path,
     require_hash,
@@ -32,7 +31,7 @@ from .records import (
 from .signing import PublicKeys
 from .transfer import require_size
 
-_LEASE = 86_400.0  # seconds that a lease stays which nobody renews
+_UNRENEWED = {"leases": 86_400.0, "holdings": 2 * 86_400.0}  # seconds that they stay; a lease names a holding
 
 
 def get_head(store: Store) -> StoredObject:
@@ -143,9 +142,9 @@ def _recent(listed: list[ObjectInfo], head: HeadRecord, since: float) -> set[str
 def collect(store: Store, grace: float, clock: Callable[[], float] = time.time, dry: bool = False) -> list[str]:
     """Delete what nothing has referred to for the grace period, and what is that old and never was; returns the names.
 
-    What subscribers write goes when it has not been renewed for a day; what a pin needs stays. What nothing refers to
-    is never referred to again, but for what a publisher is just sending or somebody just pinning: the grace period must
-    be longer than that takes. What has a name that no session gives is left alone.
+    A lease goes when it has not been renewed for a day, a holding after two; what a pin needs stays. What nothing
+    refers to is never referred to again, but for what a publisher is just sending or somebody just pinning: the grace
+    period must be longer than that takes. What has a name that no session gives is left alone.
     """
     # Listed before the head is read: what is committed in between is younger than the list.
     listed = [item for item in store.list("runs/") if is_own(item.name)]
@@ -155,7 +154,7 @@ def collect(store: Store, grace: float, clock: Callable[[], float] = time.time, 
     gone = [
         item.name
         for item in listed
-        if item.name not in keep and now - item.time > (max(grace, _LEASE) if is_of_receiver(item.name) else grace)
+        if item.name not in keep and now - item.time > max(grace, _UNRENEWED.get(item.name.split("/")[2], 0.0))
     ]
     if gone and not dry:
         store.delete(gone)

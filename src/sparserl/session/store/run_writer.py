@@ -223,9 +223,10 @@ class RunWriter:
     def leases(self, most: int | None = None) -> list[Lease]:
         """What the subscribers of the run hold; of very many, the newest leases."""
         leases: list[Lease] = []
-        if self.committed is None:
+        committed = self.committed  # another thread may commit meanwhile
+        if committed is None:
             return leases
-        items = sorted(self.store.list(path(self.committed.run.run, "leases", "")), key=lambda item: -item.time)
+        items = sorted(self.store.list(path(committed.run.run, "leases", "")), key=lambda item: -item.time)
         for item in items[:most]:
             try:
                 leases.append(Lease.parse(self.store.get(item.name, MOST_HEAD).data, item.name))
@@ -235,9 +236,10 @@ class RunWriter:
 
     def holding_hashes(self, most: int, since: float) -> list[str]:
         """The hashes of the parts that subscribers of the run have had since then; of very many, the newest."""
-        if self.committed is None:
+        committed = self.committed
+        if committed is None:
             return []
-        prefix = path(self.committed.run.run, "holdings", "")
+        prefix = path(committed.run.run, "holdings", "")
         items = sorted(self.store.list(prefix), key=lambda item: -item.time)
         return [item.name.removeprefix(prefix) for item in items[:most] if is_own(item.name) and item.time > since]
 

@@ -61,7 +61,8 @@ ENVIRONMENT = {
 
 def cases(*kinds):
     """The short and the long ones of these models."""
-    return each(("kind", "ranks"), [case for case in SHORT + LONG if case[0] in kinds], long=LONG)
+    short, long = ([case for case in every if case[0] in kinds] for every in (SHORT, LONG))
+    return each(("kind", "ranks"), [*short, *long], long=long)
 
 
 def job(folder, module, name, *args, ranks=1):

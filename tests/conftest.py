@@ -47,11 +47,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if one_in == one_in_all == 1:
         return  # without asking git
     now = turns.turn()
+    long_one_in = max(one_in, one_in_all)
     left_out = {
         item
         for item in items
-        if not turns.has_turn(item.nodeid, one_in_all, now)
-        or (item.get_closest_marker("long") is not None and not turns.has_turn(item.nodeid, one_in, now))
+        if not turns.has_turn(item.nodeid, long_one_in if item.get_closest_marker("long") else one_in_all, now)
     }
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])

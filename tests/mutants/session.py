@@ -43,8 +43,8 @@ MUTANTS = (
     Mutant(
         "engines that were silent for a day are forgotten at once",
         "session/store/receivers.py",
-        "if since + 1 < _LAST_LOOKS}",
-        "if since < 0}",
+        "if looks + 1 < _LOOKS_TO_FORGET}",
+        "if looks < 0}",
         Tests("integrations/test_ranks.py", "break_of_more"),
     ),
     Mutant(

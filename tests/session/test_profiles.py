@@ -25,6 +25,16 @@ def taking(url, policy, *profiles, **options):
     return Subscriber(url, target, **options), mine
 
 
+def require_heard(publisher, policy, subscriber, mine):
+    """The publisher hears of a receiver that was refused, which goes on with an anchor, and then with patches."""
+    publisher._maintenance.receivers.look()
+    for kind in ("anchor", "patch"):
+        policy.step()
+        publisher.publish()
+        assert subscriber.sync().kind == kind
+        assert bits(mine) == bits(policy.weights)
+
+
 def last_patch(publisher):
     """The step of the newest patch to the next version."""
     return [step for step in publisher._committed.index.steps if step.base == step.version - 1][-1]
@@ -178,12 +188,7 @@ def test_a_receiver_that_comes_late_is_told_what_to_set(url):
         "version 4 is in profile ulp, but only gap, raw can be taken: publish with profile='gap'. "
         "A publisher that hears of this by a lease keeps to it, and writes an anchor first"
     )
-    publisher._maintenance.receivers.look()
-    for kind in ("anchor", "patch"):
-        policy.step()
-        publisher.publish()
-        assert subscriber.sync().kind == kind
-        assert bits(mine) == bits(policy.weights)
+    require_heard(publisher, policy, subscriber, mine)
 
 
 def test_a_receiver_without_a_version_is_heard(url):
@@ -199,12 +204,7 @@ def test_a_receiver_without_a_version_is_heard(url):
     (lease,) = publisher._run_writer.leases()
     assert (lease.version, lease.profiles) == (None, ("raw",))
     assert publisher.wait(version=0, subscribers=1, timeout=0) == 0
-    publisher._maintenance.receivers.look()
-    for kind in ("anchor", "patch"):
-        policy.step()
-        publisher.publish()
-        assert subscriber.sync().kind == kind
-        assert bits(mine) == bits(policy.weights)
+    require_heard(publisher, policy, subscriber, mine)
     (lease,) = publisher._run_writer.leases()
     assert lease.version == 3
 

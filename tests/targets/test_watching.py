@@ -165,7 +165,7 @@ def test_loaders_may_keep_all_tensors():
     tensors = [spec(f"layers.{i}.w", (256, 256)) for i in range(300)]
     with watching.MadeUp(tensors) as made_up:
         before = len([*Path("/dev/fd").iterdir()])
-        kept = [*made_up.load(watching.LoadWatch())]
+        kept = [*made_up.load(watching.LoadWatch().register)]
         assert len([*Path("/dev/fd").iterdir()]) < before + 100  # other tests of this process may open or close some
         assert len({tensor.data_ptr() for _, tensor in kept}) == 300
 
@@ -272,7 +272,7 @@ def test_made_up_tensors_differ():
     """Tensors of one shape have other numbers, at addresses of their own."""
     tensors = [spec(f"layers.{i}.w", (32, 32)) for i in range(4)]
     with watching.MadeUp(tensors) as made_up:
-        loaded = dict(made_up.load(watching.LoadWatch()))
+        loaded = dict(made_up.load(watching.LoadWatch().register))
         values = [*loaded.values()]
         assert len({tensor.data_ptr() for tensor in values}) == 4
         assert all((a == b).float().mean() < 0.1 for i, a in enumerate(values) for b in values[:i])

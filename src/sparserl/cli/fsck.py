@@ -106,8 +106,7 @@ def _stored_bytes(store: Store, keys: list[str] | None) -> int:
 
 def _unreferenced(store: Store, keys: list[str] | None) -> list[int] | None:
     """Sizes of the objects that nothing refers to, leases apart; None where the store cannot list its objects."""
-    from ..session.store.records import is_of_receiver
-    from ..session.store.retention import needed, read_head
+    from ..session.store.retention import is_of_receiver, needed, read_head
 
     if not store.writable:
         return None

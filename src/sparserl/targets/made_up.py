@@ -8,15 +8,12 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .numbering import mixed
 from .pieces import CheckpointTensor, letters, patterns
-
-if TYPE_CHECKING:
-    from .watching import LoadWatch
 
 _MOST_PAGES = (256 << 20) // mmap.PAGESIZE  # tensors begin at different ones, so that equal shapes have other numbers
 _PERIOD = 1_000_003  # elements after which numbers are the same again; prime, so that no two rows are the same
@@ -78,13 +75,13 @@ class MadeUp:
         for file in self._files.values():
             os.close(file)
 
-    def load(self, watch: LoadWatch) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors, which are registered as they are asked for."""
+    def load(self, register: Callable[[str, torch.Tensor], None]) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors; those with memory are registered as they are asked for."""
         for tensor in self.tensors:
             if nbytes := tensor.numel * tensor.dtype.itemsize:
                 mapping = _mapped(self._files[tensor.dtype], nbytes, self._pages[tensor.name] * mmap.PAGESIZE)
                 made_up = torch.frombuffer(mapping, dtype=tensor.dtype).view(tensor.shape)
-                watch.register(tensor.name, made_up)
+                register(tensor.name, made_up)
             else:
                 made_up = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             yield tensor.name, made_up

@@ -378,7 +378,7 @@ def watch_pieces(
     with MadeUp(tensors) as made_up:
         watch = LoadWatch()
         with watch:
-            load(made_up.load(watch))
+            load(made_up.load(watch.register))
         watch.finish()
         if watch.failure is not None:
             return [], {tensor.name for tensor in made_up.tensors}

@@ -32,7 +32,7 @@ _MOST_LEASES = 64  # the newest, that are looked at
 _MOST_LISTED = 2 * MOST_HOLDINGS  # holdings that are looked at
 _END_SECONDS = 1.0  # that the end of a publisher waits for a look
 _FIRST_LOOKS = 3  # publishes that look at leases before they encode, as long as there are none
-_LAST_LOOKS = 10  # that miss parts before they are forgotten: after a break of a day, no receiver is heard at first
+_LOOKS_TO_FORGET = 10  # that miss a holding: after a break of more than a day, no receiver is heard at first
 _MOST_REMEMBERED = 1024  # leases, the newest
 _REMEMBERED = 86_400.0  # seconds that a receiver counts which is silent: an engine may be busy until its next commit
 
@@ -170,9 +170,10 @@ class Receivers:
         committed = self._writer.committed
         if committed is None:
             return
+        run = committed.run.run
         try:
             leases = self._writer.leases(_MOST_LEASES)
-            hashes = self._writer.holding_hashes(_MOST_LISTED, now - self._remembered)
+            hashes = self._writer.holding_hashes(run, _MOST_LISTED, now - self._remembered)
         except SparserlError:
             return  # a later publish looks again
         self._looks += 1
@@ -180,7 +181,7 @@ class Receivers:
         if current or hashes:
             self._first_looks = _FIRST_LOOKS
         remembered = [lease for lease in leases if now - lease.time < self._remembered]
-        self._hear_takers(committed.run.run, remembered, hashes)
+        self._hear_takers(run, remembered, hashes)
         if self._asks_for_rates:
             self._hear_rates(current)
 
@@ -201,8 +202,8 @@ class Receivers:
                 self._leases.clear()
                 self._hashes.clear()
                 self._run = run
-            looks = {hash: since + 1 for hash, since in self._hashes.items() if since + 1 < _LAST_LOOKS}
-            self._hashes = looks | dict.fromkeys(fresh, 0)
+            kept = {hash: looks + 1 for hash, looks in self._hashes.items() if looks + 1 < _LOOKS_TO_FORGET}
+            self._hashes = kept | dict.fromkeys(fresh, 0)
             for lease in leases:
                 self._leases.pop(lease.name, None)
                 if lease.profiles is not None:

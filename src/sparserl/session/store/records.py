@@ -441,11 +441,6 @@ def is_own(name: str) -> bool:
     return _OBJECT.fullmatch(name) is not None
 
 
-def is_of_receiver(name: str) -> bool:
-    """Whether an object was written by a subscriber, which may be gone: nothing refers to it."""
-    return name.split("/")[2:3] in (["leases"], ["holdings"])
-
-
 def run_path(run: str) -> str:
     return f"runs/{run}/run.json"
 

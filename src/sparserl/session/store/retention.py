@@ -154,11 +154,22 @@ def collect(store: Store, grace: float, clock: Callable[[], float] = time.time, 
     gone = [
         item.name
         for item in listed
-        if item.name not in keep and now - item.time > max(grace, _UNRENEWED.get(item.name.split("/")[2], 0.0))
+        if item.name not in keep and now - item.time > max(grace, _UNRENEWED.get(_kind(item.name), 0.0))
     ]
     if gone and not dry:
         store.delete(gone)
     return gone
+
+
+def is_of_receiver(name: str) -> bool:
+    """Whether an object below `runs/` was written by a subscriber, which may be gone: nothing refers to it."""
+    return _kind(name) in _UNRENEWED
+
+
+def _kind(name: str) -> str:
+    """What follows the run in the name of an object, such as `leases`."""
+    _, _, *rest = name.split("/")
+    return rest[0] if rest else ""
 
 
 def faults(store: Store, trusted_keys: PublicKeys | None = None) -> Iterator[str]:

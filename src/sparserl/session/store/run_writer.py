@@ -234,12 +234,9 @@ class RunWriter:
                 continue
         return leases
 
-    def holding_hashes(self, most: int, since: float) -> list[str]:
-        """The hashes of the parts that subscribers of the run have had since then; of very many, the newest."""
-        committed = self.committed
-        if committed is None:
-            return []
-        prefix = path(committed.run.run, "holdings", "")
+    def holding_hashes(self, run: str, most: int, since: float) -> list[str]:
+        """The hashes of the parts that subscribers of a run have had since then; of very many, the newest."""
+        prefix = path(run, "holdings", "")
         items = sorted(self.store.list(prefix), key=lambda item: -item.time)
         return [item.name.removeprefix(prefix) for item in items[:most] if is_own(item.name) and item.time > since]
 

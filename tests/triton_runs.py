@@ -149,3 +149,44 @@ def only_compile(capability: int) -> set[str]:
 
     JITFunction.run = instead
     return made
+
+
+class LaunchedVariants:
+    """What Triton would compile of each kernel that its interpreter runs, were it for an H100 or H200: the name and
+    what its code is specialized for. Inside this context, `variants` has those that were launched so far.
+    """
+
+    def __init__(self) -> None:
+        self.variants: set[tuple[str, ...]] = set()
+        self._binders: dict[object, object] = {}
+
+    def __enter__(self) -> LaunchedVariants:
+        from triton.runtime import interpreter
+
+        self._run = run = interpreter.InterpretedFunction.run
+
+        def noted_run(kernel, *arguments, grid, warmup, **options):
+            self.variants.add(self._variant(kernel, arguments, options))
+            return run(kernel, *arguments, grid=grid, warmup=warmup, **options)
+
+        interpreter.InterpretedFunction.run = noted_run
+        return self
+
+    def __exit__(self, *_) -> None:
+        from triton.runtime import interpreter
+
+        interpreter.InterpretedFunction.run = self._run
+
+    def _variant(self, kernel, arguments, options) -> tuple[str, ...]:
+        from triton.backends.compiler import GPUTarget
+        from triton.backends.nvidia.compiler import CUDABackend
+        from triton.runtime.jit import JITFunction, create_function_from_signature
+
+        if kernel.fn not in self._binders:
+            alike = {name: value for name, value in kernel.kwargs.items() if name.startswith("do_not_specialize")}
+            compiled = JITFunction(kernel.fn, **alike)
+            backend = CUDABackend(GPUTarget("cuda", 90, 32))
+            self._binders[kernel.fn] = create_function_from_signature(compiled.signature, compiled.params, backend)
+        bound, specialization, rest = self._binders[kernel.fn](*arguments, **options)
+        values = (f"{name}={value}" for name, value in zip(bound, specialization, strict=True))
+        return (kernel.fn.__name__, *values, str(sorted(rest.items())))

@@ -365,12 +365,15 @@ def warming() -> Iterator[None]:
 
 
 def warm_up(weights: LocalWeights, new: LocalWeights | None = None) -> None:
-    """Compile the kernels that syncs of weights on GPUs need, or comparisons of them with new ones."""
+    """Compile the kernels that syncs of weights on GPUs need, or comparisons of them with new ones.
+
+    Receivers that are several versions behind also compare copies, which are aligned.
+    """
     rest, compared = (weights.places, []) if new is None else split_by_gpu(weights.places, weights, new)
     kinds = {
         (runs.dtype, runs.device, aligned, runs.is_cast, runs.has_rows)
         for runs in (*compared, *split_by_gpu(rest, weights, with_rows=new is None)[1])
-        for aligned in np.unique(runs.aligned).tolist()
+        for aligned in {*runs.aligned.tolist(), *([True] if new is None else [])}
     }
     if not kinds or gpu.changes.INTERPRETED:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import math
 
 import pytest
@@ -14,14 +15,20 @@ from sparserl.plan.classes import _MAX_CLASSES
 from sparserl.targets.engine import EngineTarget
 from sparserl.targets.first_load import FirstLoad, load_kernel
 from sparserl.targets.pieces import Piece
+from sparserl.weights import on_gpu
 from sparserl.weights.region import whole
 from sparserl.weights.staging import lazy_bits
-from tests.patch.gpu.gpu_weights import CUDA, WITHOUT_KERNELS
+from tests.patch.gpu.gpu_weights import CUDA, INTERPRETED, WITHOUT_KERNELS
+from tests.patch.gpu.rank_weights import Ranks, versions
+from tests.triton_runs import LaunchedVariants
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 compiling = pytest.mark.skipif(not CUDA or WITHOUT_KERNELS, reason="Triton compiles for a GPU that has kernels")
+interpreted = pytest.mark.skipif(
+    CUDA or WITHOUT_KERNELS or not INTERPRETED, reason="is about kernels, in the interpreter: make interpreted"
+)
 SHAPES = {"a": (1000, 1024), "b": (4096, 4096), "c": (4097,), "d": (333, 77), "e": (2, 3, 500)}
 SHARES = (0.002, 0.002, 0.004, 0.006, 0.012, 0.00001, 0.05, 0.2, 0.0005)
 
@@ -113,6 +120,42 @@ def test_engines_see_nothing_of_what_is_compiled(tmp_path, monkeypatch):
         subscriber.commit_version(version)
     assert compiled == []
     assert torch.equal(fused.cpu().view(torch.int16), torch.cat([*host.values()]).view(torch.int16))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("ranks", "profile"),
+    [
+        (2, "ctx"),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in [(1, "ctx"), (2, "ulp"), (1, "ulp"), (2, "raw")]),
+    ],
+)
+def test_attaching_warms_what_ranks_launch(monkeypatch, ranks, profile):
+    """Columns, turned parts and parts at odd addresses: one version, several behind, an anchor, an audit."""
+    few = 256
+    parameters = [*inspect.signature(gpu.changes.Blocks).parameters]
+    defaults = [*gpu.changes.Blocks.__init__.__defaults__]
+    defaults[parameters.index("block") - len(parameters)] = few  # the interpreter takes long
+    monkeypatch.setattr(gpu.changes.Blocks.__init__, "__defaults__", tuple(defaults))
+    monkeypatch.setitem(gpu.warmup.warm_up.__kwdefaults__, "block", few)
+    monkeypatch.setattr(on_gpu, "_warm", set())
+    old, middle, new = versions(3)
+    with LaunchedVariants() as launched:
+        with monkeypatch.context() as attaching:
+            attaching.setattr(gpu.changes, "INTERPRETED", False)
+            engine = Ranks(old, ranks, turned=("o", "up") if ranks > 1 else ())
+        warm = {*launched.variants}
+        first, second = engine.patch(old, middle, profile), engine.patch(middle, new, profile)
+        launched.variants.clear()
+        engine.commit(engine.prepare(middle, [first]), old, middle)
+        engine.commit(engine.prepare(new, [first, second]), old, new)
+        if ranks > 1:
+            fresh = [rank.fresh(middle) for rank in engine.ranks]
+            engine.commit(engine.prepare(middle, [], fresh_parts=fresh, owns_fresh=[True] * ranks), old, middle)
+        for rank in engine.ranks:
+            rank.target.sums()
+    assert len(launched.variants) > 10
+    assert sorted(launched.variants - warm) == []
 
 
 @compiling

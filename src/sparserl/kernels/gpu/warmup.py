@@ -116,13 +116,14 @@ def _compare(blocks: changes.Blocks, old: changes.Side, new: changes.Side, kind:
 
 
 def _locate(blocks: changes.Blocks, old: changes.Side, new: changes.Side) -> None:
-    """What is done with a difference that stays on the GPU."""
+    """What is done with a difference that stays on the GPU, which is undone."""
     bitmap, counts = changes.diff(blocks, old, new)
     per_part = streams.part_changes(blocks, counts).cpu().numpy()
     compacted = changes.compact(blocks, old, new, bitmap, counts, int(per_part.sum()), keep_old=True)
     bad = torch.zeros(1, dtype=torch.int32, device=blocks.device)
     located = cells.locate(blocks, old, per_part, compacted.positions, compacted.new, bad)
     cells.swap(old, located, bad)
+    classes.write(old, located, located.old, bad)
 
 
 def _join(blocks: changes.Blocks, target: changes.Side) -> None:

@@ -27,6 +27,27 @@ MUTANTS = (
         Tests("session/test_pins.py", "comes_back"),
     ),
     Mutant(
+        "what was staged on other bits is committed",
+        "session/receiver.py",
+        "if self._staged is not None and (version is None or self._staged.base != version):",
+        "if self._staged is not None and version is not None and self._staged.base != version:",
+        Tests("session/test_session_commits.py", "staged_on_bits_that_others"),
+    ),
+    Mutant(
+        "one bad lease silences all receivers",
+        "session/store/run_writer.py",
+        "except (FormatError, StoreError) as error:",
+        "except FormatError as error:",
+        Tests("session/test_profiles.py", "cannot_be_read"),
+    ),
+    Mutant(
+        "a lease that could not be written waits its turn",
+        "session/store/own_lease.py",
+        "self._written_at -= _RENEW - _RETRY",
+        "pass",
+        Tests("session/test_profiles.py", "could_not_be_written"),
+    ),
+    Mutant(
         "receivers without a version are not heard",
         "session/store/own_lease.py",
         "if self._name is None or (version is None and profiles is None):",

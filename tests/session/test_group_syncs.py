@@ -10,6 +10,7 @@ import pytest
 import sparserl
 from sparserl import Part, Region, Shards, targets, tensor_table
 from sparserl.errors import (
+    ChecksumMismatch,
     CommitFailed,
     FormatError,
     SessionError,
@@ -139,6 +140,41 @@ def test_random_syncs_are_exact_and_faults_heal(tmp_path):
     assert (link / "config.json").read_bytes() == b"{}"
     found = {name: np.asarray(bits.array) for name, bits in sparserl.sources.open_checkpoint(link).items()}
     assert seal(found) == seals[-1][1]
+
+
+def audited(rank, group, pipe):
+    """Rank 1 stages a version on weights that something else then writes to, and audits them."""
+    bits = policy(1 if rank == 0 else 2)
+    if rank == 0:
+        rng, kinds = np.random.default_rng(1), []
+        publisher = sparserl.GroupPublisher(group, tensors(bits), timeout=LIMIT)
+        for is_lost in (False, True, False):
+            if is_lost:
+                with pytest.raises(SessionError, match="rank 1.*discarded"):
+                    publisher.publish()
+            else:
+                kinds.append(publisher.publish().kind)
+            step(bits, rng, 0.01)
+        publisher.close()
+        return kinds
+    subscriber = GroupSubscriber(group, tensors(bits), timeout=LIMIT)
+    subscriber.sync()
+    subscriber.stage()
+    bits["f32"][0] ^= 1
+    for call, error in ((subscriber.audit, ChecksumMismatch), (subscriber.commit, SessionError)):
+        with pytest.raises(error):
+            call()
+    subscriber.sync()
+    subscriber.audit()
+    return subscriber.version
+
+
+def test_what_was_staged_on_bits_that_others_wrote_to():
+    """An audit that fails forgets it; the publisher hears of it, and sends an anchor."""
+    with ranks(2, audited) as started:
+        kinds, version = results(started)
+    assert kinds == ["anchor", "anchor"]
+    assert version == 2
 
 
 def sharded(rank, group, pipe):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
+from unittest.mock import Mock
 
 import pytest
 
 from sparserl import Publisher, Subscriber, targets
-from sparserl.errors import NotRetained
+from sparserl.errors import NotRetained, StoreError
 from sparserl.session.profiles import Takers, choose_profiles, refusal
 from sparserl.session.store.leases import Lease
 from sparserl.session.store.own_lease import OwnLease
@@ -216,6 +217,86 @@ def test_who_takes_all_and_holds_no_version_leaves_no_lease(url):
     for profiles, leases in ((None, 0), (("raw",), 1)):
         OwnLease(publisher.store, True, time.time, None).renew(run, None, profiles)
         assert len(publisher._run_writer.leases()) == leases
+
+
+def test_who_evaluates_every_second_version_is_refused_too(url):
+    """It says so instead of going on with an old version in silence, and goes on when there is an anchor."""
+    policy = Policy()
+    publisher = Publisher(url, policy.weights, profile="ulp", anchor_after=100)
+    publisher.publish()
+    evaluator, mine = taking(url, policy, "raw", "ulp")
+    evaluator.follow(once=True, every=2)
+    evaluator.targets[0].profiles = frozenset({"raw"})
+    for _ in range(2):
+        policy.step()
+        publisher.publish()
+    with pytest.raises(NotRetained, match="version 2 is in profile ulp, but only raw can be taken"):
+        evaluator.follow(once=True, every=2)
+    assert evaluator.version == 0
+    publisher._maintenance.receivers.look()
+    for _ in range(2):
+        policy.step()
+        publisher.publish()
+    evaluator.follow(once=True, every=2)
+    assert evaluator.version == 4
+    assert bits(mine) == bits(policy.weights)
+
+
+def test_a_lease_that_cannot_be_read(url, monkeypatch, caplog):
+    """It is warned of once; the other receivers are heard, and anchors are written."""
+    policy = Policy()
+    publisher = Publisher(url, policy.weights, anchor_after=0)
+    run = publisher.publish().run
+    subscriber, mine = taking(url, policy, "raw", name="engine")
+    subscriber.sync()
+    get = publisher.store.get
+    bad = path(run, "leases", "other")
+    publisher.store.put(bad, b"{}")
+
+    def get_or_refuse(name, most):
+        if name == bad:
+            raise StoreError(f"{name} cannot be read: permission denied")
+        return get(name, most)
+
+    monkeypatch.setattr(publisher.store, "get", get_or_refuse)
+    for _ in range(3):
+        policy.step()
+        report = publisher.publish()
+        publisher._maintenance.receivers.look()
+        assert report.notes == ()
+        subscriber.sync()
+        assert bits(mine) == bits(policy.weights)
+    assert last_patch(publisher).profiles == ("raw",)
+    assert any(step.base is None and step.version == 3 for step in publisher._committed.index.steps)
+    (warning,) = (text for text in warnings(caplog) if "permission" in text)
+    assert f"{bad} cannot be read: its receiver is not heard" in warning
+
+
+def test_a_lease_that_could_not_be_written_is_tried_again(url, monkeypatch):
+    """After some seconds, not after as long as a lease that is there is left alone."""
+    publisher = Publisher(url, Policy().weights)
+    run = publisher.publish().run
+    own = OwnLease(publisher.store, "engine", time.time, None)
+    with monkeypatch.context() as trouble:
+        trouble.setattr(publisher.store, "put", Mock(side_effect=StoreError("no room")))
+        own.renew(run, 0)
+        own.renew(run, 0)
+        publisher.store.put.assert_called_once()
+    own.renew(run, 0)
+    assert publisher._run_writer.leases() == []
+    own._written_at -= 3
+    own.renew(run, 0)
+    assert [lease.name for lease in publisher._run_writer.leases()] == ["engine"]
+
+
+def test_a_lease_names_profiles_that_there_are(url):
+    """Whatever a target says: others would make a lease that nobody can read."""
+    publisher = Publisher(url, Policy().weights)
+    run = publisher.publish().run
+    names = {"raw", "ulp", "Zstd 1", "x" * 99, *map("p{}".format, range(20))}
+    OwnLease(publisher.store, "engine", time.time, None).renew(run, 0, names)
+    (lease,) = publisher._run_writer.leases()
+    assert lease.profiles == ("raw", "ulp")
 
 
 @pytest.mark.parametrize("holds", [False, True])

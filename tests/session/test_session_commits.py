@@ -15,6 +15,7 @@ from sparserl import Publisher, Subscriber, targets
 from sparserl.errors import (
     ChecksumMismatch,
     CommitFailed,
+    SessionError,
     SparserlError,
     TensorMismatch,
 )
@@ -252,4 +253,48 @@ def test_other_writers_are_found_out(url):
     with pytest.raises(SparserlError):
         subscriber.sync()
     assert subscriber.sync().kind == "anchor"
+    assert bits(mine) == bits(policy.weights)
+
+
+@pytest.mark.parametrize("is_found_by", ["audit", "identity"])
+def test_what_was_staged_on_bits_that_others_wrote_to(url, is_found_by):
+    """It would change right elements of wrong weights: who looks at the bits before the commit forgets it."""
+    policy = Policy()
+    publisher = Publisher(url, policy.weights)
+    publisher.publish()
+    mine = policy.empty()
+    subscriber = Subscriber(url, mine)
+    subscriber.sync()
+    policy.step()
+    publisher.publish()
+    subscriber.stage()
+    mine["router"][0, 0] += 1
+    if is_found_by == "audit":
+        with pytest.raises(ChecksumMismatch, match="its bits are others"):
+            subscriber.audit()
+    else:
+        subscriber._is_uncertain = True
+        subscriber._choose_version(None)
+    with pytest.raises(SessionError, match="nothing is staged"):
+        subscriber.commit()
+    assert subscriber.version is None
+    assert subscriber.sync().kind == "anchor"
+    assert bits(mine) == bits(policy.weights)
+
+
+def test_what_was_staged_on_the_bits_that_are_there(url):
+    """Looking at them changes nothing."""
+    policy = Policy()
+    publisher = Publisher(url, policy.weights)
+    publisher.publish()
+    mine = policy.empty()
+    subscriber = Subscriber(url, mine)
+    subscriber.sync()
+    policy.step()
+    publisher.publish()
+    subscriber.stage()
+    subscriber.audit()
+    subscriber._is_uncertain = True
+    subscriber._choose_version(None)
+    assert subscriber.commit().kind == "patch"
     assert bits(mine) == bits(policy.weights)

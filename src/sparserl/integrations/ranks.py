@@ -151,7 +151,7 @@ class EngineSubscriber(Subscriber):
             raise SessionError("the engine has no version of a run yet: commit one first")
         if self._digest_targets(self._table) != self._current.digest:
             version = self._current.version
-            self._current = None
+            self._holds(None)
             self._is_uncertain = True
             raise ChecksumMismatch(
                 f"the engine should have version {version}, but its bits differ: something else has written to them. "

@@ -41,6 +41,7 @@ class StagedVersion:
     """A version that is ready to be committed."""
 
     run_version: RunVersion
+    base: RunVersion | None  # what the targets held when it was staged: it is right on top of that alone
     prepared: list[Prepared]
     report: SyncReport
 
@@ -135,7 +136,8 @@ class Receiver(ABC):
         """Read all bits of every target and compare them with the digest of the version that they should hold.
 
         Raises:
-            ChecksumMismatch: A target has other bits: something else wrote to it. The next sync starts from an anchor.
+            ChecksumMismatch: A target has other bits: something else wrote to it. What was staged is forgotten, and the
+                next sync starts from an anchor.
             SessionError: No version was committed yet.
         """
         with self._turn:
@@ -144,7 +146,7 @@ class Receiver(ABC):
             for target in self.targets:
                 if self._digest_target(target, self._table) != self._current.digest:
                     version = self._current.version
-                    self._current = None
+                    self._holds(None)
                     raise ChecksumMismatch(
                         f"a target should hold version {version}, but its bits are others: something else wrote to it. "
                         "The next sync starts from an anchor"
@@ -157,6 +159,12 @@ class Receiver(ABC):
             self._staged = None
             for prepared in () if staged is None else staged.prepared:
                 prepared.discard()
+
+    def _holds(self, version: RunVersion | None) -> None:
+        """Bits were looked at: targets hold a version, or none that is known. What is right on others is forgotten."""
+        self._current = version
+        if self._staged is not None and (version is None or self._staged.base != version):
+            self.discard()
 
     @abstractmethod
     def follow(self, *, stop: Callable[[], bool] | None = None) -> None:

@@ -176,7 +176,7 @@ class Relay(Subscriber):
         self._send(plan, fetched, arrival, watch)
         self._await_staged(round, arrival, watch)
         report = rounds.report(plan, run.layout, line.traffic - traffic_before, watch.seconds)
-        self._staged = StagedVersion(goal, arrival.prepared, report)
+        self._staged = StagedVersion(goal, self._current, arrival.prepared, report)
         self._round = round
         round.write("verdict", {})
         return report

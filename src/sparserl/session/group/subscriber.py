@@ -269,7 +269,7 @@ class GroupSubscriber(Receiver):
         changed = max((prepared.changed for prepared in arrival.prepared), default=0)
         report = replace(report, kind=arrival.kind, changed=changed)
         run_version = RunVersion(plan.run, plan.created, plan.version, plan.digest)
-        self._staged = StagedVersion(run_version, arrival.prepared, report)
+        self._staged = StagedVersion(run_version, self._current, arrival.prepared, report)
         self._round = round
         return report
 

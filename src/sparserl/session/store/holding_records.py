@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from ...errors import InvalidField, TensorMismatch
+from ...errors import InvalidField, LimitExceeded, TensorMismatch
 from ...targets import Target
 from ...transport.stores.base import Store
 from ...weights.region import Region
 from ...weights.shards import Place, dump_places
 from ...weights.table import TensorTable
 from ...wire import encoded_table
+from ..logs import log
 from .fields import Fields, counted, parse, read_list, sha256, written
 from .records import HOLDING, get_named, path
 
@@ -69,16 +70,26 @@ class OwnHolding:
 
     def __init__(self, targets: Sequence[Target]) -> None:
         self._targets = targets
-        self._known: tuple[object, HoldingRecord] | None = None  # the places, and their record
+        self._known: tuple[object, HoldingRecord | None] | None = None  # the places, and their record
 
     def record(self, table: TensorTable | None) -> HoldingRecord | None:
-        """The record of the parts; None if all of the weights are here, or no tensors were accepted yet."""
+        """The record of the parts; None if all of the weights are here, or no tensors were accepted yet.
+
+        None also for too many parts for a record: patches are not cut along them, and all of every patch is fetched.
+        """
         is_sole = table is not None and len(self._targets) == 1
         places = getattr(self._targets[0], "places", None) if is_sole else None
         if table is None or places is None:
             return None
         if self._known is None or self._known[0] is not places:
-            self._known = places, HoldingRecord.of(table, places)
+            record = HoldingRecord.of(table, places)
+            try:
+                len(record.data)
+            except LimitExceeded as error:
+                log.warning("patches are not cut along the parts here, and each is fetched whole: %s", error)
+                self._known = places, None
+            else:
+                self._known = places, record
         return self._known[1]
 
     def name(self, table: TensorTable | None) -> str | None:

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Collection
 
+from ...codec import PROFILES
 from ...errors import SessionError, StoreError
 from ...transport.stores.base import Store
 from .holding_records import HoldingRecord
@@ -17,6 +18,7 @@ from .rates import Rates
 from .records import path
 
 _RENEW = 30.0  # seconds after which a lease is written again
+_RETRY = 3.0  # seconds after which that is tried again if it failed
 _RENEW_HOLDING = 3600.0
 
 
@@ -73,12 +75,12 @@ class OwnLease:
                 version,
                 self._clock(),
                 rates,
-                None if profiles is None else tuple(sorted(profiles)),
+                None if profiles is None else tuple(sorted(PROFILES.keys() & set(profiles))),
                 None if holding is None else holding.hash,
             )
             self._store.put(path(run, "leases", self._name), lease.to_bytes())
         except (StoreError, SessionError):
-            return
+            self._written_at -= _RENEW - _RETRY
 
     def _put_holding(self, run: str, holding: HoldingRecord | None) -> None:
         """Write down the parts that are here, whatever version they are, so that publishers cut patches along them.

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ...errors import FormatError, NotFound, SessionError
+from ...errors import FormatError, NotFound, SessionError, StoreError, Unavailable
 from ...parallel import Progress
 from ...patch import Patch
 from ...transport.stores.base import Store, exists
@@ -16,6 +16,7 @@ from ...weights.digest import Digest
 from ...weights.holdings import Holdings
 from ...weights.table import TensorTable
 from ..baseline import Baseline
+from ..logs import log
 from ..report import SyncReport, Watch
 from . import side_files, transfer
 from .coming import NOTHING
@@ -36,6 +37,8 @@ from .records import (
     run_path,
 )
 from .writers import Writers
+
+_MOST_BAD_LEASES = 1024  # that are warned of
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class RunWriter:
         self.committed: CommittedVersion | None = None
         self.measured_link = MeasuredLink()
         self.holdings: Holdings | None = None  # the parts that receivers have which do not have all
+        self._bad_leases: set[str] = set()  # those of which it was said that they cannot be read
         self._known_ranks: set[int] = set()  # those that are known to upload to the same store
         self._head = head
         self._progress = progress
@@ -230,9 +234,19 @@ class RunWriter:
         for item in items[:most]:
             try:
                 leases.append(Lease.parse(self.store.get(item.name, MOST_HEAD).data, item.name))
-            except (NotFound, FormatError):
+            except NotFound:
                 continue
+            except Unavailable:
+                raise
+            except (FormatError, StoreError) as error:
+                self._warn_of_lease(item.name, error)
         return leases
+
+    def _warn_of_lease(self, name: str, error: Exception) -> None:
+        """Say once that a lease cannot be read: whoever wrote it counts for nothing, and the others count on."""
+        if name not in self._bad_leases and len(self._bad_leases) < _MOST_BAD_LEASES:
+            self._bad_leases.add(name)
+            log.warning("%s: %s cannot be read: its receiver is not heard: %s", self.store.url, name, error)
 
     def holding_hashes(self, run: str, most: int, since: float) -> list[str]:
         """The hashes of the parts that subscribers of a run have had since then; of very many, the newest."""

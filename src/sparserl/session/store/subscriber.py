@@ -294,16 +294,19 @@ class Subscriber(Receiver):
         """Stage the next version that a number divides; None if there is none. With `once`, one must be held then."""
         snapshot = self._read_store(None)
         head = snapshot.head
+        steps = snapshot.index.steps
         start = self._start_in(head.run)
-        for number, digest in routes.next_multiples(snapshot.index.steps, start, every):
+        refused: NotRetained | None = None
+        for number, digest in routes.next_multiples(steps, start, every):
             try:
                 self._route(snapshot, RunVersion(head.run, head.created, number, digest))
                 return self.stage(number)
-            except NotRetained:
-                continue  # not for this receiver, or just removed
+            except NotRetained as error:  # not for this receiver, or just removed
+                refused = error if isinstance(error, routes.ProfileRefused) else refused
+        if refused is not None:
+            raise refused
         if once and start is None:
-            all_versions = routes.span(snapshot.index.steps)
-            raise NotRetained(f"{self.store.url}: no version is a multiple of {every}: it has {all_versions}")
+            raise NotRetained(f"{self.store.url}: no version is a multiple of {every}: it has {routes.span(steps)}")
         self._tell_version()
         return None
 
@@ -376,19 +379,17 @@ class Subscriber(Receiver):
         """Find out which version of the run the targets hold, by their bits, where they have the tensors of one."""
         run = self._run_at(snapshot, version)
         bits = self._digest_targets(run.layout)
-        self._current = None
-        if bits is None:
-            return
         versions = [version for version, digest in routes.versions(snapshot.index.steps).items() if digest == bits]
-        if versions:
-            self._current = RunVersion(run.run, run.created, likely_version(self.targets, run.run, versions), bits)
+        held = None
+        if bits is not None and versions:
+            held = RunVersion(run.run, run.created, likely_version(self.targets, run.run, versions), bits)
+        self._holds(held)
 
     def _route(self, snapshot: StoreSnapshot, goal: RunVersion) -> list[RouteStep]:
         """The steps that lead from the current version to another."""
-        start = self._start_in(goal.run)
-        holding = self._holding.name(self._table)
+        parts = self._holding.name(self._table)
         try:
-            return routes.route(snapshot.index.steps, start, goal.version, self._profiles(), holding)
+            return routes.route(snapshot.index.steps, self._start_in(goal.run), goal.version, self._profiles(), parts)
         except NotRetained:
             self._tell_version()  # and so the publisher, which keeps to what can be taken
             raise
@@ -402,10 +403,9 @@ class Subscriber(Receiver):
         run = self._run_at(snapshot, goal.version)
         self._accept_tensors(run.layout)
         is_anchor = bool(steps) and steps[0].base is None
+        keeps_files = any(target.keeps_files for target in self.targets)
         files: Mapping[str, bytes] | None = None
-        if any(target.keeps_files for target in self.targets) and (
-            is_anchor or files_change(snapshot, self._current, goal)
-        ):
+        if keeps_files and (is_anchor or files_change(snapshot, self._current, goal)):
             files = StoredFiles(self.store, snapshot.index.files_of(goal.version, run))
         with watch.stage("fetch"):
             fetch = transfer.Fetch(
@@ -436,7 +436,7 @@ class Subscriber(Receiver):
             seconds=watch.seconds,
             behind=self._versions_behind(snapshot),
         )
-        self._staged = StagedVersion(goal, prepared, report)
+        self._staged = StagedVersion(goal, self._current, prepared, report)
         return report
 
     def _prepare_arriving(

@@ -1,0 +1,55 @@
+"""Ranks read all their bits: what something else wrote to is found out, and no commit is built on it."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparserl.errors import ChecksumMismatch
+from sparserl.session.store import holding_records
+from sparserl.session.store.fields import Bound
+from tests.integrations.fleet import fleet
+
+
+def test_ranks_that_should_be_alike(tmp_path):
+    """A replica that differs is seen when all bits are read, on demand, and made right by the next commit."""
+    with fleet(tmp_path, 2) as it:
+        it.all(lambda s: s.commit_version())
+        it.engines[1].live["o.bias"][2] += 1
+        assert [type(error) for error in it.all(lambda s: s.audit())] == [ChecksumMismatch] * 2
+        it.train(1)
+        it.all(lambda s: s.commit_version())
+        it.require_exact()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_was_staged_on_bits_that_others_wrote_to(tmp_path, ranks):
+    """An audit that fails forgets it on all ranks: it would change right elements of wrong weights."""
+    with fleet(tmp_path, ranks) as it:
+        it.all(lambda s: s.commit_version())
+        it.all(lambda s: s.refresh())
+        version = it.train(0)
+        it.all(lambda s: s.stage_newest())
+        assert [subscriber._staged.run_version.version for subscriber in it.subscribers] == [version] * ranks
+        it.engines[-1].live["o.bias"][2] += 1
+        assert {type(error) for error in it.all(lambda s: s.audit())} == {ChecksumMismatch}
+        it.all(lambda s: s.stage_newest())
+        assert {report.kind for report in it.all(lambda s: s.commit_version(version))} == {"anchor"}
+        it.require_exact()
+        it.train(1)
+        assert {report.kind for report in it.all(lambda s: s.commit_version())} == {"patch"}
+        it.require_exact()
+
+
+def test_more_parts_than_a_record_can_name(tmp_path, monkeypatch, caplog):
+    """Its ranks fetch all of every patch, which is said once."""
+    monkeypatch.setattr(holding_records, "HOLDING", Bound(1 << 22, 20, 16))
+    with fleet(tmp_path, 2) as it:
+        for seed in range(2):
+            it.all(lambda s: s.commit_version())
+            it.train(seed)
+            reports = it.all(lambda s: s.commit_version())
+            assert [(report.kind, report.bytes) for report in reports] == [("patch", it.last_patch().bytes)] * 2
+            it.require_exact()
+        assert not [*it.publisher.store.list(f"runs/{it.publisher.run}/holdings/")]
+    warnings = [record.getMessage() for record in caplog.records if "cut along" in record.getMessage()]
+    assert len(warnings) == 2  # one a rank

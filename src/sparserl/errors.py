@@ -115,7 +115,13 @@ class Fenced(SessionError):
 
 
 class NotRetained(SessionError):
-    """The store does not have this version, or not any more. Ask for a version that it lists."""
+    """The store does not have this version, or not any more. Ask for a version that it lists.
+
+    Attributes:
+        is_refused: Whether the store has it, but in profiles that this receiver does not take.
+    """
+
+    is_refused: bool = False
 
 
 class CommitFailed(SessionError):

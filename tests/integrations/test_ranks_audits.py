@@ -53,3 +53,18 @@ def test_more_parts_than_a_record_can_name(tmp_path, monkeypatch, caplog):
         assert not [*it.publisher.store.list(f"runs/{it.publisher.run}/holdings/")]
     warnings = [record.getMessage() for record in caplog.records if "cut along" in record.getMessage()]
     assert len(warnings) == 2  # one a rank
+
+
+@pytest.mark.parametrize("from_anchor", [0, 1])
+def test_ranks_that_take_different_ways_to_a_version(tmp_path, monkeypatch, from_anchor):
+    """One has a patch, the other an anchor: for the parts that both have, too, that leads to the same."""
+    with fleet(tmp_path, 2, anchor_after=0) as it:
+        it.all(lambda s: s.commit_version())
+        for seed in range(3):
+            it.train(seed)
+            with monkeypatch.context() as restarted:
+                restarted.setattr(it.subscribers[from_anchor], "_start_in", lambda _run: None)
+                kinds = [report.kind for report in it.all(lambda s: s.commit_version())]
+            assert sorted(kinds) == ["anchor", "patch"]
+            it.require_exact()
+        assert it.all(lambda s: s.audit()) == [None] * 2

@@ -27,9 +27,16 @@ MUTANTS = (
         Tests("integrations/test_prime_rl.py", "resumes_from_an_older_step"),
     ),
     Mutant(
+        "ranks that take different ways do not agree",
+        "targets/engine.py",
+        "return self.after == other.after or self.after - self.before == other.after - other.before",
+        "return self.after == other.after",
+        Tests("integrations/test_ranks_audits.py", "different_ways"),
+    ),
+    Mutant(
         "ranks do not compare what they share",
         "integrations/ranks.py",
-        "if first is None or any(other is None or other.after != first.after for other in sums):",
+        "if first is None or any(other is None or not other.is_same(first) for other in sums):",
         "if first is None:",
         Tests("integrations/test_ranks.py", "another_has_too"),
     ),

@@ -150,7 +150,7 @@ def audited(rank, group, pipe):
         publisher = sparserl.GroupPublisher(group, tensors(bits), timeout=LIMIT)
         for is_lost in (False, True, False):
             if is_lost:
-                with pytest.raises(SessionError, match="rank 1.*discarded"):
+                with pytest.raises(SessionError, match=r"rank 1.*discarded"):
                     publisher.publish()
             else:
                 kinds.append(publisher.publish().kind)

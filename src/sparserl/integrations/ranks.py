@@ -246,7 +246,7 @@ def _moved(ranks: Mapping[int, Mapping[Members, MovedSums]], before: Digest) -> 
     for members in {members for sums in ranks.values() for members in sums}:
         sums = [ranks[rank].get(members) for rank in members if rank in ranks]
         first = sums[0] if sums else None
-        if first is None or any(other is None or other.after != first.after for other in sums):
+        if first is None or any(other is None or not other.is_same(first) for other in sums):
             return None
         total += first.after - first.before
     return total

@@ -40,6 +40,10 @@ class MovedSums(NamedTuple):
     before: Digest
     after: Digest
 
+    def is_same(self, other: MovedSums) -> bool:
+        """Whether both lead to the same bits: by anchors, whatever was there before, or one of them by a patch."""
+        return self.after == other.after or self.after - self.before == other.after - other.before
+
 
 class EngineTarget:
     """The parts of a run's weights that one rank of an engine has.

@@ -99,17 +99,17 @@ def fetched(llm, run):
     step = next(step for step in reversed(read_index(store, head).steps) if step.base is not None)
     manifest = Manifest.parse(get_named(store, head.run, "manifests", step.manifest), "it")
     by_rank = [sum(blob.size for blob in manifest.for_holding(name)) for name in llm.collective_rpc(holding)]
-    return {"all": manifest.size, "by rank": by_rank}
+    return {"all": manifest.size, "by rank": by_rank, "profiles": step.profiles}
 
 
 class Trainer:
     """Weights that are trained, and vLLM following them."""
 
-    def __init__(self, llm, weights, url, **worker):
+    def __init__(self, llm, weights, url, profile="auto", **worker):
         from sparserl.integrations.vllm_trainer import OfflineClient, SparserlTrainer, SparserlTrainerInitInfo
 
         self.llm, self.weights, self.seed = llm, weights, 0
-        info = SparserlTrainerInitInfo(rank=0, url=url, publisher={"ladder": None}, worker=worker)
+        info = SparserlTrainerInitInfo(rank=0, url=url, profile=profile, publisher={"ladder": None}, worker=worker)
         self.engine = SparserlTrainer.trainer_init(info, client=OfflineClient(llm), source=weights)
 
     def publish(self):
@@ -126,7 +126,7 @@ class Trainer:
         self.engine.commit(version, audit=True)
 
 
-def follow(model, folder, kind, ranks, syncs, options=None):
+def follow(model, folder, kind, ranks, syncs, options=None, profile="auto"):
     """Some syncs, after (for one kind of model) things have gone wrong; the new checkpoint is saved."""
     from . import faults, models
 
@@ -136,7 +136,7 @@ def follow(model, folder, kind, ranks, syncs, options=None):
     weights = models.load(model, kind)
     llm = following(model, ranks, **options or {})
     out = {"before": generate(llm), "live before": live(llm), "generations": []}
-    trainer = Trainer(llm, weights, f"file://{folder}/run", ahead=not troubled)
+    trainer = Trainer(llm, weights, f"file://{folder}/run", profile, ahead=not troubled)
     if troubled:
         trainer.sync()
         out |= faults.one_rank(trainer, folder / "run") if ranks == 1 else faults.one_of_two(trainer)
@@ -150,6 +150,15 @@ def follow(model, folder, kind, ranks, syncs, options=None):
     if troubled and ranks == 2:
         out |= faults.killed(trainer)
     return out
+
+
+def follow_in_classes(*args):
+    """The same in `ctx`, in which models as small as these would not be published."""
+    from sparserl.plan import buckets
+    from tests.class_choice import always
+
+    with mock.patch.object(buckets, "choose_classes", always):
+        return follow(*args, profile="ctx")
 
 
 def fresh(folder, ranks, run=None, version=None, **options):

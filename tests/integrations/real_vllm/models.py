@@ -72,6 +72,7 @@ VISION = {
 }
 CONFIGS = {
     "llama": lambda: LlamaConfig(**COMMON),
+    "fp8": lambda: LlamaConfig(**COMMON),
     "qwen2": lambda: Qwen2Config(tie_word_embeddings=True, **COMMON),
     "moe": lambda: Qwen3MoeConfig(
         moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, head_dim=32, **COMMON
@@ -90,6 +91,14 @@ CONFIGS = {
         scale_factor=2,
         tie_word_embeddings=True,
     ),
+}
+CHANNELS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+TOKENS = CHANNELS | {"strategy": "token", "dynamic": True}
+FP8 = {  # a scale for each row of a weight
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"all": {"targets": ["Linear"], "weights": CHANNELS, "input_activations": TOKENS}},
+    "ignore": ["lm_head"],
 }
 EMBEDDINGS = {  # of models that have them tied
     "gemma3": "model.embed_tokens.weight",
@@ -114,7 +123,7 @@ def compute_in_bf16():
 
 def dtype_of(kind):
     """Bfloat16 where vLLM can compute in it: on Arm, its wheel has instructions that not every processor has."""
-    if kind not in ("llama", "qwen2"):
+    if kind not in ("llama", "qwen2", "fp8"):
         return torch.float32  # experts in bf16 need AMX
     process = multiprocessing.get_context("fork").Process(target=compute_in_bf16)
     process.start()
@@ -130,6 +139,8 @@ def make(folder, kind):
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter), alpha=0.1)
     model.save_pretrained(folder)
+    if kind == "fp8":
+        quantize(folder)
     words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(VOCAB - 4)), "<image>"]
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = Whitespace()
@@ -139,6 +150,17 @@ def make(folder, kind):
         size = {"longest_edge": VISION["image_size"]}
         images = Idefics3ImageProcessorPil(size=size, max_image_size=size)
         Idefics3Processor(images, fast, image_seq_len=4).save_pretrained(folder)
+
+
+def quantize(folder):
+    """Give a checkpoint's projections codes of 8 bits, and scales."""
+    tensors = load(folder)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        scale = tensors[name].float().abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+        tensors[name] = (tensors[name].float() / scale).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = scale
+    save_file(tensors, Path(folder) / "model.safetensors")
+    change_config(folder, quantization_config=FP8)
 
 
 def make_mimo(folder):
@@ -201,5 +223,9 @@ def step(tensors, seed, share=0.01):
     generator = torch.Generator().manual_seed(seed)
     for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
         chosen = torch.rand(tensor.shape, generator=generator) < share
+        if tensor.dtype == torch.float8_e4m3fn:
+            codes = tensor.view(torch.uint8)
+            codes[chosen & (codes & 127 < 126)] ^= 1  # and none becomes NaN
+            continue
         noise = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
         tensor[chosen] += noise[chosen] * 0.05

@@ -37,7 +37,7 @@ SYNCS = 8
 KINDS = ("llama", "qwen2", "moe")
 SHORT = [("llama", 1), ("llama", 2), ("moe", 2)]  # models and ranks
 LONG = [("qwen2", 1), ("qwen2", 2), ("moe", 1)]
-FAMILIES = ("mla", "gpt-oss", "vlm", "glm", "gemma3", "mixtral")
+FAMILIES = ("mla", "gpt-oss", "vlm", "glm", "gemma3", "mixtral", "fp8")
 DRAFTERS = (("mtp", 1), ("eagle", 1), ("mtp", 2), ("draft_model", 2))  # methods and ranks
 PIPELINE = {"pipeline_parallel_size": 2}
 ARRANGEMENTS = {  # a model, ranks that share each tensor, and how other ranks share the rest
@@ -45,6 +45,8 @@ ARRANGEMENTS = {  # a model, ranks that share each tensor, and how other ranks s
     "experts": ("moe", 2, {"enable_expert_parallel": True}),
     "four ranks": ("llama", 4, {}),
     "both": ("llama", 2, PIPELINE),
+    "classes": ("llama", 2, {}),
+    "experts in classes": ("moe", 2, {}),
 }
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -110,7 +112,8 @@ def followed(model, folder, kind, ranks, syncs=SYNCS):
 
 def arranged(model, folder, kind, ranks, options):
     """The same of several ranks that share the weights in another way, and a few syncs."""
-    out = job(folder, "engine", "follow", model, folder, kind, ranks, 2, options, ranks=2)
+    follow = "follow_in_classes" if "classes" in folder.name else "follow"
+    out = job(folder, "engine", follow, model, folder, kind, ranks, 2, options, ranks=2)
     return out | {"fresh": job(folder, "engine", "fresh_with", folder / "new", ranks, options, ranks=2)}
 
 
@@ -226,7 +229,11 @@ def test_syncs(seen, kind, ranks):
 def test_arrangements(seen, way):
     """Ranks that have other layers or other experts, and four of them, have what ranks of a fresh engine have."""
     found = seen[way].result()
-    assert len(found["live"]) == (2 if way in ("pipeline", "experts") else 4)
+    ranks = 4 if way in ("four ranks", "both") else 2
+    patch = found["fetched"]
+    assert len(found["live"]) == ranks
+    assert max(patch["by rank"]) < patch["all"] * (0.4 if ranks == 4 else 0.6)  # besides its own, what several have
+    assert (patch["profiles"] == ["ctx"]) == ("classes" in way)
     assert found["live"] == found["fresh"]["live"]
     assert found["live"] != found["live before"]
     assert tokens(found["generations"][-1]) == tokens(found["fresh"]["generations"])
@@ -293,7 +300,7 @@ def test_engines_that_follow_nothing_are_verified(seen, kind, ranks):
 
 @each("kind", FAMILIES, by_day=["mla"])
 def test_families(seen, kind):
-    """Models that load otherwise are followed as exactly: latent attention, experts with biases, two towers."""
+    """Models that load otherwise are followed as exactly: latent attention, experts with biases, two towers, FP8."""
     found = seen[kind].result()
     assert found["live"] == found["fresh"]["live"]
     assert found["generations"][-1] != found["before"]

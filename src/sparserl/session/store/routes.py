@@ -15,10 +15,6 @@ _NOTHING = -1  # where anchors start from
 _Node = tuple[int, Digest | None]
 
 
-class ProfileRefused(NotRetained):
-    """There is a way to a version, which the receiver cannot take."""
-
-
 def route(
     steps: Iterable[RouteStep],
     have: tuple[int, Digest] | None,
@@ -27,8 +23,6 @@ def route(
     holding: str | None = None,
 ) -> list[RouteStep]:
     """The steps with the fewest bytes that lead to version `want`, in order.
-
-    Raises ProfileRefused where there is a way that cannot be taken, and NotRetained where there is none.
 
     have: version and digest that are held already; None for neither. An anchor can always be started from.
     profiles: those that the receiver can take in a patch; None for all. Anchors are built before it gets them.
@@ -50,7 +44,9 @@ def route(
         used = {name for step in refused for name in step.profiles} - set(profiles)
         cut = "" if holding is None else " or cuts patches along the parts here"
         heard = f"A publisher that hears of this by a lease keeps to it{cut}, and writes an anchor first"
-        raise ProfileRefused(f"{refusal(f'version {want}', used, profiles)}. {heard}")
+        error = NotRetained(f"{refusal(f'version {want}', used, profiles)}. {heard}")
+        error.is_refused = True
+        raise error
     raise NotRetained(f"version {want} cannot be reached with what the store has")
 
 

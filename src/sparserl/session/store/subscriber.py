@@ -302,7 +302,7 @@ class Subscriber(Receiver):
                 self._route(snapshot, RunVersion(head.run, head.created, number, digest))
                 return self.stage(number)
             except NotRetained as error:  # not for this receiver, or just removed
-                refused = error if isinstance(error, routes.ProfileRefused) else refused
+                refused = error if error.is_refused else refused
         if refused is not None:
             raise refused
         if once and start is None:

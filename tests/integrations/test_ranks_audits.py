@@ -68,3 +68,18 @@ def test_ranks_that_take_different_ways_to_a_version(tmp_path, monkeypatch, from
             assert sorted(kinds) == ["anchor", "patch"]
             it.require_exact()
         assert it.all(lambda s: s.audit()) == [None] * 2
+
+
+def test_ranks_that_are_behind_compare_all_bits_that_they_share(tmp_path):
+    """So a commit over several versions notices what was written beside the changes, on one of two ranks."""
+    name = "model.layers.0.o.bias"
+    with fleet(tmp_path, 2, anchor_after=100) as it:
+        it.all(lambda s: s.commit_version())
+        before = it.weights[name].clone()
+        for seed in range(2):
+            it.train(seed)
+        unchanged = int((it.weights[name] == before).nonzero()[0])
+        it.engines[1].live["o.bias"][unchanged] += 1
+        assert [type(error) for error in it.all(lambda s: s.commit_version())] == [ChecksumMismatch] * 2
+        assert {report.kind for report in it.all(lambda s: s.commit_version())} == {"anchor"}
+        it.require_exact()

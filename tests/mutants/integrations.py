@@ -29,9 +29,16 @@ MUTANTS = (
     Mutant(
         "ranks that take different ways do not agree",
         "targets/engine.py",
-        "return self.after == other.after or self.after - self.before == other.after - other.before",
-        "return self.after == other.after",
+        "if self.from_zero == other.from_zero:",
+        "if True:",
         Tests("integrations/test_ranks_audits.py", "different_ways"),
+    ),
+    Mutant(
+        "ranks that are behind compare their changes only",
+        "targets/engine.py",
+        "return self.after == other.after",
+        "return self.after - self.before == other.after - other.before",
+        Tests("integrations/test_ranks_audits.py", "that_are_behind"),
     ),
     Mutant(
         "ranks do not compare what they share",

@@ -39,10 +39,13 @@ class MovedSums(NamedTuple):
 
     before: Digest
     after: Digest
+    from_zero: bool
 
     def is_same(self, other: MovedSums) -> bool:
-        """Whether both lead to the same bits: by anchors, whatever was there before, or one of them by a patch."""
-        return self.after == other.after or self.after - self.before == other.after - other.before
+        """Whether both lead to the same bits, as far as can be known: a patch does not say what it does not change."""
+        if self.from_zero == other.from_zero:
+            return self.after == other.after
+        return self.after - self.before == other.after - other.before
 
 
 class EngineTarget:
@@ -142,7 +145,8 @@ class EngineTarget:
         for weights in sets.values():
             weights.follow_current_streams()
         is_given = change.fresh is not None or change.fresh_parts is not None
-        if not is_given and len(change.patches) == 1:
+        is_patch = not is_given and len(change.patches) == 1
+        if is_patch:
             patch = change.patches[0].contents
             staged = stage_slices(patch, local, [*sets.values()], self._threads)
             applications: list[Sequence[Application | Replacement]] = [[application] for application in staged]
@@ -150,7 +154,7 @@ class EngineTarget:
             fresh = self._fresh(change, local)
             exchange = change.owns_fresh or not is_given
             applications = [self._rebuild(fresh, weights, exchange=exchange) for weights in sets.values()]
-        sums = {members: self._sums(own) for members, own in zip(sets, applications, strict=True)}
+        sums = {members: self._sums(own, from_zero=is_patch) for members, own in zip(sets, applications, strict=True)}
         every = [application for own in applications for application in own]
         commits = [application.commit for application in every]
         return PreparedEngine(self, commits, sums, sum(application.changed for application in every))
@@ -165,7 +169,7 @@ class EngineTarget:
             self._parts_of = {members: LocalWeights(table, parts) for members, parts in parts_of.items()}
         return self._parts_of
 
-    def _sums(self, applications: Sequence[Application | Replacement]) -> MovedSums:
+    def _sums(self, applications: Sequence[Application | Replacement], *, from_zero: bool) -> MovedSums:
         """The sums of one set of parts, of which each application has some."""
         before = Digest()
         after = Digest()
@@ -177,7 +181,7 @@ class EngineTarget:
             else:
                 before += application.base
                 after += application.result
-        return MovedSums(before, after)
+        return MovedSums(before, after, from_zero)
 
     def _fresh(self, change: Change, local: LocalWeights) -> Weights | Shards:
         """The new weights, or the parts of them that are here: as they were given, or built of copies."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -284,10 +284,18 @@ def rollout_dtype_named(name: str | None) -> torch.dtype | None:
     return dtype
 
 
-def publisher_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The options of the `Publisher`. Those that it does not have, or that are given elsewhere, are refused here."""
+def publisher_options(
+    options: Mapping[str, Any] | None, name: str = "options", own: Collection[str] = _OWN_OPTIONS
+) -> dict[str, Any]:
+    """The options of the `Publisher`. Those that it does not have, or that are given elsewhere, are refused here.
+
+    Args:
+        options: What was given.
+        name: The name under which it was given.
+        own: Options that are given elsewhere.
+    """
     given = dict(options or {})
-    allowed = sorted(inspect.signature(Publisher).parameters.keys() - _OWN_OPTIONS)
+    allowed = sorted(inspect.signature(Publisher).parameters.keys() - own)
     if unknown := sorted(given.keys() - {*allowed}):
-        raise SessionError(f"options has {unknown[0]!r}; it may have {', '.join(allowed)}")
+        raise SessionError(f"{name} has {unknown[0]!r}; it may have {', '.join(allowed)}")
     return given

@@ -17,6 +17,7 @@ from ..session.options import require_count
 from ..sources import Source
 from ..weights.memory import Weights
 from ..weights.shards import Shards
+from .checkpoint_engine import publisher_options
 from .vllm_client import HTTPClient, WeightUpdates, paused
 from .vllm_options import SparserlInitInfo, require_worker_options
 
@@ -41,6 +42,7 @@ class SparserlTrainerInitInfo(TrainerInitInfo):
     worker: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        publisher_options(self.publisher, "publisher", {"url", "source", "profile"})
         require_worker_options(self.worker or {})
         SparserlInitInfo(**self.worker_info())
 
@@ -148,9 +150,10 @@ class AdapterTrainer:
         worker: dict[str, Any] | None = None,
     ) -> None:
         require_count("lora_id", lora_id)
+        options = publisher_options(publisher, "publisher", {"url", "source"})
         self.client = client
         self.lora_id = lora_id
-        self._publisher = Publisher(url, source, **(publisher or {}))
+        self._publisher = Publisher(url, source, **options)
         self._publisher.publish()
         client.collective_rpc("sparserl_follow_adapter", lora_id=lora_id, url=url, **(worker or {}))
 

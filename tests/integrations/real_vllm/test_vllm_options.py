@@ -61,6 +61,19 @@ def test_unknown_options_of_workers():
         SparserlTrainerInitInfo(rank=0, url="runs/7", worker={"ahaed": False})
 
 
+@pytest.mark.parametrize("name", ["profile", "ladr"])
+def test_options_of_publishers(name, tmp_path):
+    """Those that there are not, or that trainers have themselves, are refused before anything is published."""
+    from sparserl.integrations.vllm_trainer import AdapterTrainer, SparserlTrainerInitInfo
+
+    SparserlTrainerInitInfo(rank=0, url="runs/7", publisher={"ladder": None})
+    with pytest.raises(SessionError, match=f"publisher has '{name}'; it may have also, .*ladder"):
+        SparserlTrainerInitInfo(rank=0, url="runs/7", publisher={name: None})
+    with pytest.raises(SessionError, match=r"publisher has 'ladr'; it may have .*profile"):
+        AdapterTrainer(str(tmp_path / "run"), {}, None, publisher={"ladr": None})
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("lora_id", [0, -1, "policy", None])
 def test_ids_of_adapters(lora_id, tmp_path):
     """They are counted from one; nothing is published for another."""

@@ -136,8 +136,8 @@ def was_silent(engine, seconds):
     before = time.time() - seconds
     for subscriber in engine.subscribers:
         lease = subscriber._lease
-        lease._written_at -= seconds
-        lease._holding_at -= seconds
+        lease._lease.due -= seconds
+        lease._holding.due -= seconds
         os.utime(run / "holdings" / subscriber._holding.record(subscriber._table).hash, (before, before))
         (run / "leases" / lease._name).unlink()
 
@@ -410,14 +410,20 @@ def test_one_rank_cannot_commit(tmp_path):
         it.require_exact()
 
 
-def test_tensors_that_moved(tmp_path):
-    """A parameter that the engine replaced is not written where it was."""
-    with fleet(tmp_path, 2) as it:
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("looks_again", [None, "audit", "refresh"])
+def test_tensors_that_moved(tmp_path, ranks, looks_again):
+    """A parameter that the engine replaced is not written where it was, though its bits were read since."""
+    with fleet(tmp_path, ranks) as it:
         it.all(lambda s: s.refresh())
         version = it.train(1)
         it.all(lambda s: s.stage_newest())
         it.engines[0].live["o"] = it.engines[0].live["o"].clone()
-        assert [type(error) for error in it.all(lambda s: s.commit_version(version))] == [CommitFailed] * 2
+        if looks_again == "audit":
+            assert it.all(lambda s: s.audit()) == [None] * ranks
+        elif looks_again == "refresh":
+            it.subscribers[0]._is_uncertain = True
+        assert [type(error) for error in it.all(lambda s: s.commit_version(version))] == [CommitFailed] * ranks
         assert {report.version for report in it.all(lambda s: s.commit_version(version))} == {version}
         it.require_exact()
 

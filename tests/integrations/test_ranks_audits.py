@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from sparserl.errors import ChecksumMismatch
+from sparserl.integrations.ranks import _moved
 from sparserl.session.store import holding_records
 from sparserl.session.store.fields import Bound
+from sparserl.targets.engine import MovedSums
+from sparserl.weights.digest import Digest
 from tests.integrations.fleet import fleet
 
 
@@ -48,6 +53,7 @@ def test_more_parts_than_a_record_can_name(tmp_path, monkeypatch, caplog):
             it.all(lambda s: s.commit_version())
             it.train(seed)
             reports = it.all(lambda s: s.commit_version())
+            assert it.all(lambda s: s.audit()) == [None] * 2
             assert [(report.kind, report.bytes) for report in reports] == [("patch", it.last_patch().bytes)] * 2
             it.require_exact()
         assert not [*it.publisher.store.list(f"runs/{it.publisher.run}/holdings/")]
@@ -83,3 +89,16 @@ def test_ranks_that_are_behind_compare_all_bits_that_they_share(tmp_path):
         assert [type(error) for error in it.all(lambda s: s.commit_version())] == [ChecksumMismatch] * 2
         assert {report.kind for report in it.all(lambda s: s.commit_version())} == {"anchor"}
         it.require_exact()
+
+
+def test_all_ranks_are_compared_with_each_other():
+    """Whichever comes first: of three that share a part, one has a patch, one several, one other bits beside them."""
+    before, change, other = Digest(1000, 1), Digest(7, 2), Digest(1 << 63, 3)
+    patch = MovedSums(Digest(), change, from_zero=True)
+    several = MovedSums(before, before + change, from_zero=False)
+    wrong = MovedSums(before + other, before + other + change, from_zero=False)
+    members = (0, 1, 2)
+    for order in itertools.permutations([patch, several, several]):
+        assert _moved({rank: {members: sums} for rank, sums in enumerate(order)}, before) == before + change
+    for order in itertools.permutations([patch, several, wrong]):
+        assert _moved({rank: {members: sums} for rank, sums in enumerate(order)}, before) is None

@@ -41,10 +41,17 @@ MUTANTS = (
         Tests("integrations/test_ranks_audits.py", "that_are_behind"),
     ),
     Mutant(
+        "what was staged is written where the engine's tensors were",
+        "targets/engine.py",
+        "self._target.require_in_place(self._tensors)",
+        "self._target.require_in_place(self._target.tensors)",
+        Tests("integrations/test_ranks.py", "tensors_that_moved"),
+    ),
+    Mutant(
         "ranks do not compare what they share",
         "integrations/ranks.py",
-        "if first is None or any(other is None or not other.is_same(first) for other in sums):",
-        "if first is None:",
+        "if len(known) < max(1, len(sums)) or not all(a.is_same(b) for a in known for b in one_of_each):",
+        "if len(known) < max(1, len(sums)):",
         Tests("integrations/test_ranks.py", "another_has_too"),
     ),
     Mutant(

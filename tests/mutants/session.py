@@ -43,9 +43,16 @@ MUTANTS = (
     Mutant(
         "a lease that could not be written waits its turn",
         "session/store/own_lease.py",
-        "self._written_at -= _RENEW - _RETRY",
-        "pass",
+        "self.due = now + min(self._seconds, _RETRY + 10 * (now - began))",
+        "self.due = now + self._seconds",
         Tests("session/test_profiles.py", "could_not_be_written"),
+    ),
+    Mutant(
+        "what a hook has forgotten is committed",
+        "session/receiver.py",
+        "if self._staged is not staged:",
+        "if staged is None:",
+        Tests("session/test_session_commits.py", "hook_that_forgets"),
     ),
     Mutant(
         "receivers without a version are not heard",

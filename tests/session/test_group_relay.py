@@ -76,6 +76,35 @@ def test_a_relay_hands_on_what_the_store_has(tmp_path):
         results(started)
 
 
+def audited(rank, group, pipe, url):
+    bits = policy(10 + rank)
+    session = (
+        sparserl.Relay(url, group, tensors(bits), timeout=LIMIT)
+        if rank == 0
+        else GroupSubscriber(group, tensors(bits), timeout=LIMIT)
+    )
+    kinds = [session.sync().kind]
+    if rank == 0:
+        bits["f32"].reshape(-1)[500] ^= 1
+        with pytest.raises(ChecksumMismatch, match="next sync starts from an anchor"):
+            session.audit()
+    kinds.append(session.sync().kind)
+    if rank == 0:
+        assert session.sync() is None
+    session.close()
+    return kinds, seal(bits)
+
+
+def test_a_relay_whose_own_weights_were_written_to(tmp_path):
+    """It starts from an anchor, though there is no newer version; the others have that already."""
+    url = f"file://{tmp_path}/store"
+    bits = policy(1)
+    with sparserl.Publisher(url, tensors(bits)) as publisher:
+        publisher.publish()
+        with ranks(2, audited, url) as started:
+            assert results(started) == [(["anchor", "anchor"], seal(bits)), (["anchor", "none"], seal(bits))]
+
+
 def into_folders(rank, group, pipe, url, root):
     target = sparserl.targets.folder(f"{root}/{rank}")
     session = (

@@ -224,7 +224,9 @@ def test_who_evaluates_every_second_version_is_refused_too(url):
     policy = Policy()
     publisher = Publisher(url, policy.weights, profile="ulp", anchor_after=100)
     publisher.publish()
-    evaluator, mine = taking(url, policy, "raw", "ulp")
+    failures = []
+    callback = Mock(failed=lambda stage, error: failures.append((stage, type(error))))
+    evaluator, mine = taking(url, policy, "raw", "ulp", callbacks=[callback])
     evaluator.follow(once=True, every=2)
     evaluator.targets[0].profiles = frozenset({"raw"})
     for _ in range(2):
@@ -233,6 +235,7 @@ def test_who_evaluates_every_second_version_is_refused_too(url):
     with pytest.raises(NotRetained, match="version 2 is in profile ulp, but only raw can be taken"):
         evaluator.follow(once=True, every=2)
     assert evaluator.version == 0
+    assert failures == [("stage", NotRetained)]
     publisher._maintenance.receivers.look()
     for _ in range(2):
         policy.step()
@@ -284,9 +287,29 @@ def test_a_lease_that_could_not_be_written_is_tried_again(url, monkeypatch):
         publisher.store.put.assert_called_once()
     own.renew(run, 0)
     assert publisher._run_writer.leases() == []
-    own._written_at -= 3
+    own._lease.due -= 4
     own.renew(run, 0)
     assert [lease.name for lease in publisher._run_writer.leases()] == ["engine"]
+
+
+def test_leases_that_take_long_to_fail_leave_time_for_other_work(url, monkeypatch):
+    """If a refusal takes five seconds, the next attempt comes thirty seconds later."""
+    now, puts = [1000], []
+    publisher = Publisher(url, Policy().weights)
+    run = publisher.publish().run
+    monkeypatch.setattr("sparserl.session.store.own_lease.time", Mock(monotonic=lambda: now[0]))
+
+    def put(*_):
+        puts.append(now[0])
+        now[0] += 5
+        raise StoreError("no room")
+
+    own = OwnLease(publisher.store, "engine", time.time, None)
+    monkeypatch.setattr(publisher.store, "put", put)
+    while now[0] < 1100:
+        own.renew(run, 0)
+        now[0] += 1
+    assert puts == [1000, 1035, 1070]
 
 
 def test_a_lease_names_profiles_that_there_are(url):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -279,6 +280,34 @@ def test_what_was_staged_on_bits_that_others_wrote_to(url, is_found_by):
         subscriber.commit()
     assert subscriber.version is None
     assert subscriber.sync().kind == "anchor"
+    assert bits(mine) == bits(policy.weights)
+
+
+@pytest.mark.parametrize("hook", ["audit", "discard", "stage"])
+def test_a_hook_that_forgets_what_was_staged(url, hook):
+    """It is not committed then; the engine goes on, and the next commit is right."""
+    policy = Policy()
+    publisher = Publisher(url, policy.weights)
+    publisher.publish()
+    mine = policy.empty()
+    calls = []
+
+    def before():
+        calls.append("before")
+        if len(calls) == 3:
+            with contextlib.suppress(ChecksumMismatch):
+                getattr(subscriber, hook)()
+
+    subscriber = Subscriber(url, mine, before=before, after=lambda: calls.append("after"))
+    subscriber.sync()
+    policy.step()
+    publisher.publish()
+    subscriber.stage()
+    mine["router"][0, 0] += 1 if hook == "audit" else 0
+    with pytest.raises(SessionError, match="what was staged is forgotten"):
+        subscriber.commit()
+    assert calls == ["before", "after"] * 2
+    assert subscriber.sync().kind == ("anchor" if hook == "audit" else "patch")
     assert bits(mine) == bits(policy.weights)
 
 

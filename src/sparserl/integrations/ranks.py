@@ -245,10 +245,11 @@ def _moved(ranks: Mapping[int, Mapping[Members, MovedSums]], before: Digest) -> 
     total = before
     for members in {members for sums in ranks.values() for members in sums}:
         sums = [ranks[rank].get(members) for rank in members if rank in ranks]
-        first = sums[0] if sums else None
-        if first is None or any(other is None or not other.is_same(first) for other in sums):
+        known = [one for one in sums if one is not None]
+        one_of_each = {one.from_zero: one for one in known}.values()
+        if len(known) < max(1, len(sums)) or not all(a.is_same(b) for a in known for b in one_of_each):
             return None
-        total += first.after - first.before
+        total += known[0].after - known[0].before
     return total
 
 

@@ -129,7 +129,7 @@ class LoadedAdapter(EngineTarget):
         return super().attach(table)
 
     def _parts(self, name: str) -> Iterable[Part]:
-        tensor = self._tensors.get(name)
+        tensor = self.tensors.get(name)
         return () if tensor is None else (Part(name, whole(tuple(tensor.shape)), tensor),)
 
     def prepare(self, change: Change) -> PreparedEngine:

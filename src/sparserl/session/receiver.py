@@ -111,6 +111,8 @@ class Receiver(ABC):
         if self._hooks.before is not None:
             self._hooks.before()  # what is staged stays so if this raises
         try:
+            if self._staged is not staged:
+                raise SessionError("`before` staged something else, or what was staged is forgotten; stage it again")
             self._require_free_locks()
             self._commit(staged)
         finally:

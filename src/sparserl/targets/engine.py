@@ -75,7 +75,7 @@ class EngineTarget:
         self._tied = tied or {}
         self._threads = threads
         self._local: LocalWeights | None = None
-        self._tensors: Mapping[str, Any] = {}
+        self.tensors: Mapping[str, Any] = {}  # as they were attached
         self._members: Mapping[Place, Members] = {}
         self._parts_of: Mapping[Members, LocalWeights] | None = None  # the parts, by the ranks that have them
 
@@ -100,7 +100,7 @@ class EngineTarget:
     def attach(self, table: TensorTable) -> Any:
         """The parts that this rank has of the tensors of a run."""
         is_new = self._local is None
-        self._tensors = dict(self._live())
+        self.tensors = dict(self._live())
         shards = Shards(table, [part for spec in table.specs for part in self._parts(spec.name)])
         self._local = LocalWeights.of(shards)
         self._parts_of = None
@@ -113,11 +113,11 @@ class EngineTarget:
 
     def _parts(self, name: str) -> Iterable[Part]:
         pieces = self._pieces.get(name) or self._pieces.get(self._tied.get(name, ""), [])
-        return (Part(name, piece.region, piece.view(self._tensors)) for piece in pieces)
+        return (Part(name, piece.region, piece.view(self.tensors)) for piece in pieces)
 
-    def require_in_place(self) -> None:
-        """Raise if the engine's tensors have moved."""
-        if (name := moved_name(self._tensors, self._live())) is not None:
+    def require_in_place(self, tensors: Mapping[str, Any]) -> None:
+        """Raise if the engine's tensors are not where these are any more."""
+        if (name := moved_name(tensors, self._live())) is not None:
             raise WrongBase(f"{name!r} has moved since the engine's tensors were attached")
 
     def sums(self) -> dict[Place, Digest]:
@@ -251,12 +251,13 @@ class PreparedEngine:
     ) -> None:
         """sums: those of the parts, by the ranks that have them; None if all of every tensor is here."""
         self._target = target
+        self._tensors = target.tensors  # they are written to, whatever is attached later
         self._applications = applications
         self.sums = sums
         self.changed = changed
 
     def commit(self) -> Undo:
-        self._target.require_in_place()
+        self._target.require_in_place(self._tensors)
         undo_steps: list[Undo] = []
 
         def undo() -> None:

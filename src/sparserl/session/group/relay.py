@@ -151,6 +151,11 @@ class Relay(Subscriber):
             self._committed_everywhere = self._current
             return report
 
+    def _holds(self, version: RunVersion | None) -> None:
+        super()._holds(version)
+        if self._committed_everywhere != version:
+            self._committed_everywhere = None
+
     def close(self) -> None:
         """Tell the other ranks that this was all, and let go of store, targets and group."""
         try:

@@ -70,7 +70,8 @@ class OwnHolding:
 
     def __init__(self, targets: Sequence[Target]) -> None:
         self._targets = targets
-        self._known: tuple[object, HoldingRecord | None] | None = None  # the places, and their record
+        self._known: tuple[TensorTable, Sequence[Place], HoldingRecord | None] | None = None
+        self._is_warned = False
 
     def record(self, table: TensorTable | None) -> HoldingRecord | None:
         """The record of the parts; None if all of the weights are here, or no tensors were accepted yet.
@@ -81,16 +82,20 @@ class OwnHolding:
         places = getattr(self._targets[0], "places", None) if is_sole else None
         if table is None or places is None:
             return None
-        if self._known is None or self._known[0] is not places:
-            record = HoldingRecord.of(table, places)
-            try:
-                len(record.data)
-            except LimitExceeded as error:
+        if self._known is None or self._known[0] is not table or self._known[1] != places:
+            self._known = table, places, self._made(table, places)
+        return self._known[2]
+
+    def _made(self, table: TensorTable, places: Sequence[Place]) -> HoldingRecord | None:
+        record = HoldingRecord.of(table, places)
+        try:
+            len(record.data)
+        except LimitExceeded as error:
+            if not self._is_warned:
                 log.warning("patches are not cut along the parts here, and each is fetched whole: %s", error)
-                self._known = places, None
-            else:
-                self._known = places, record
-        return self._known[1]
+            self._is_warned = True
+            return None
+        return record
 
     def name(self, table: TensorTable | None) -> str | None:
         """The name of the parts."""

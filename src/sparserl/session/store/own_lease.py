@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import socket
@@ -18,8 +17,8 @@ from .rates import Rates
 from .records import path
 
 _RENEW = 30.0  # seconds after which a lease is written again
-_RETRY = 3.0  # seconds after which that is tried again if it failed
 _RENEW_HOLDING = 3600.0
+_RETRY = 3.0  # after which what could not be written is tried again
 
 
 class OwnLease:
@@ -41,10 +40,8 @@ class OwnLease:
         self._store = store
         self._name = lease if store.writable else None
         self._clock = clock
-        self._written: object = None  # run and version in the lease, and what can be taken
-        self._written_at = 0.0
-        self._holding: tuple[str, str] | None = None  # run and hash of the one that was written
-        self._holding_at = 0.0
+        self._lease = _Renewed(_RENEW)
+        self._holding = _Renewed(_RENEW_HOLDING)
 
     def renew(
         self,
@@ -64,38 +61,45 @@ class OwnLease:
         self._put_holding(run, holding)
         if self._name is None or (version is None and profiles is None):
             return
-        told = run, version, profiles, holding
-        if self._written == told and time.monotonic() - self._written_at < _RENEW:
-            return
-        self._written = told
-        self._written_at = time.monotonic()
-        try:
-            lease = Lease(
-                self._name,
-                version,
-                self._clock(),
-                rates,
-                None if profiles is None else tuple(sorted(PROFILES.keys() & set(profiles))),
-                None if holding is None else holding.hash,
-            )
-            self._store.put(path(run, "leases", self._name), lease.to_bytes())
-        except (StoreError, SessionError):
-            self._written_at -= _RENEW - _RETRY
+        name = self._name
+        known = None if profiles is None else tuple(sorted(PROFILES.keys() & set(profiles)))
+        parts = None if holding is None else holding.hash
+
+        def put() -> None:
+            lease = Lease(name, version, self._clock(), rates, known, parts)
+            self._store.put(path(run, "leases", name), lease.to_bytes())
+
+        self._lease.write((run, version, known, parts), put)
 
     def _put_holding(self, run: str, holding: HoldingRecord | None) -> None:
         """Write down the parts that are here, whatever version they are, so that publishers cut patches along them.
 
         It is done again now and then: the record goes when that has not been done for two days.
         """
-        if self._name is None or holding is None:
+        if self._name is not None and holding is not None:
+            self._holding.write((run, holding.hash), lambda: holding.put(self._store, run))
+
+
+class _Renewed:
+    """Something in a store that is written again after so many seconds, and at once if it says something else."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._said: object = None
+        self.due = 0.0  # on the clock of `time.monotonic`
+
+    def write(self, said: object, put: Callable[[], None]) -> None:
+        """Write it if it is due. If that fails, it is tried again soon, but most of the time is left to other work."""
+        began = time.monotonic()
+        if said == self._said and began < self.due:
             return
-        key = run, holding.hash
-        if self._holding == key and time.monotonic() - self._holding_at < _RENEW_HOLDING:
-            return
-        with contextlib.suppress(StoreError, SessionError):
-            holding.put(self._store, run)
-            self._holding = key
-            self._holding_at = time.monotonic()
+        self._said = said
+        try:
+            put()
+            self.due = began + self._seconds
+        except (StoreError, SessionError):
+            now = time.monotonic()
+            self.due = now + min(self._seconds, _RETRY + 10 * (now - began))
 
 
 def _host() -> str:

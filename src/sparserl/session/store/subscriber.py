@@ -294,19 +294,19 @@ class Subscriber(Receiver):
         """Stage the next version that a number divides; None if there is none. With `once`, one must be held then."""
         snapshot = self._read_store(None)
         head = snapshot.head
-        steps = snapshot.index.steps
         start = self._start_in(head.run)
         refused: NotRetained | None = None
-        for number, digest in routes.next_multiples(steps, start, every):
+        for number, digest in routes.next_multiples(steps := snapshot.index.steps, start, every):
             try:
                 self._route(snapshot, RunVersion(head.run, head.created, number, digest))
                 return self.stage(number)
             except NotRetained as error:  # not for this receiver, or just removed
                 refused = error if error.is_refused else refused
+        if refused is None and once and start is None:
+            refused = NotRetained(f"{self.store.url}: no version is a multiple of {every}: it has {routes.span(steps)}")
         if refused is not None:
-            raise refused
-        if once and start is None:
-            raise NotRetained(f"{self.store.url}: no version is a multiple of {every}: it has {routes.span(steps)}")
+            with self._callbacks.failures("stage"):
+                raise refused
         self._tell_version()
         return None
 

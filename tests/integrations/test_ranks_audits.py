@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import pytest
+import torch
 
-from sparserl.errors import ChecksumMismatch
+from sparserl.errors import ChecksumMismatch, SessionError
 from sparserl.integrations.ranks import _moved
 from sparserl.session.store import holding_records
 from sparserl.session.store.fields import Bound
@@ -102,3 +104,44 @@ def test_all_ranks_are_compared_with_each_other():
         assert _moved({rank: {members: sums} for rank, sums in enumerate(order)}, before) == before + change
     for order in itertools.permutations([patch, several, wrong]):
         assert _moved({rank: {members: sums} for rank, sums in enumerate(order)}, before) is None
+
+
+def test_a_version_of_another_run(tmp_path):
+    """It is refused on all ranks, whatever number it has, and nothing is written."""
+    with fleet(tmp_path, 2) as it:
+        version = it.train(0)
+        before = it.live()
+        errors = it.all(lambda s: s.commit_version(version, "0" * 16))
+        assert [type(error) for error in errors] == [SessionError] * 2
+        assert all(f"the engine follows run {it.publisher.run}" in str(error) for error in errors)
+        for live, old in zip(it.live(), before, strict=True):
+            assert all(torch.equal(live[name], old[name]) for name in old)
+        assert {report.version for report in it.all(lambda s: s.commit_version(version, it.publisher.run))} == {version}
+
+
+def test_a_version_that_comes_while_ranks_look(tmp_path, monkeypatch):
+    """It has the bits that they have, as the one before: all take them for the same version."""
+    with fleet(tmp_path, 2) as it:
+        first, second = it.subscribers
+        has_looked = threading.Event()
+        read_first, read_second = first._read_store, second._read_store
+
+        def read_and_tell(version):
+            try:
+                return read_first(version)
+            finally:
+                has_looked.set()
+
+        def wait_and_read(version):
+            if it.publisher.version == 0:
+                assert has_looked.wait(20)
+                it.publisher.publish()
+            return read_second(version)
+
+        monkeypatch.setattr(first, "_read_store", read_and_tell)
+        monkeypatch.setattr(second, "_read_store", wait_and_read)
+        assert it.all(lambda s: s.refresh()) == [None] * 2
+        assert [subscriber.version for subscriber in it.subscribers] == [1, 1]
+        it.train(0)
+        assert {report.version for report in it.all(lambda s: s.commit_version())} == {2}
+        it.require_exact()

@@ -185,3 +185,57 @@ def test_an_engine_that_attaches_has_the_version_of_its_workers(answer, version)
     WeightUpdates(client).follow({"url": "file:///run"})
     assert client.followed == [{"url": "file:///run"}]
     assert client.version == version
+
+
+class Trouble(Client):
+    """A client whose updates fail when they have written a version; it has caches."""
+
+    def __init__(self):
+        super().__init__([{"version": f"{RUN}:7"}])
+        self.calls = []
+        self.error = None
+
+    def collective_rpc(self, method):
+        self.calls.append(method)
+        return super().collective_rpc(method)
+
+    def start_weight_update(self):
+        self.calls.append("start")
+
+    def update_weights(self, update):
+        self.calls.append(update)
+        if self.error is not None:
+            raise self.error
+
+    def finish_weight_update(self, version):
+        self.version = version
+
+    def pause(self):
+        self.calls.append("pause")
+
+    def resume(self):
+        self.calls.append("resume")
+
+    def reset_caches(self):
+        self.calls.append("reset")
+
+
+def test_an_engine_whose_update_failed_has_the_version_of_its_workers():
+    """They may have written it before an audit failed, or an answer was lost: caches are dropped, then it goes on."""
+    client = Trouble()
+    updates = WeightUpdates(client)
+    client.error = TimeoutError("the answer is lost")
+    with pytest.raises(TimeoutError):
+        updates.commit(7, RUN, audit=True)
+    update = {"version": 7, "run": RUN, "audit": True}
+    assert client.version == f"{RUN}:7"
+    assert client.calls == ["pause", "start", update, "sparserl_version", "reset", "resume"]
+    client.calls.clear()
+    client.error = None
+    updates.commit(8, RUN)
+    update = {"version": 8, "run": RUN, "audit": False}
+    assert client.version == f"{RUN}:8"
+    assert client.calls == ["pause", "sparserl_end_update", "start", update, "reset", "resume"]
+    client.calls.clear()
+    updates.commit(9, RUN)
+    assert client.calls[:2] == ["pause", "start"]

@@ -154,7 +154,7 @@ WAYS = [
     (give_to_numpy, "more than copied"),
     (in_a_thread, "not seen to be loaded"),
     (in_part, "not seen to be loaded"),
-    (rounded, "does not have the bits"),
+    (rounded, "more than copied"),
     (doubled, "more than copied"),
     (read_as_a_number, "more than copied"),
     (read_as_numbers, "more than copied"),
@@ -181,46 +181,30 @@ def test_what_is_not_explained(way, reason):
         load_watched(live, load, weights(w=SHAPE))
 
 
-@pytest.mark.parametrize("value", [1.0, -1.0, 0.0, float("inf")])
-def test_numbers_that_may_have_been_computed(value):
-    """A one that was read may have been written, or its reciprocal; another number has been written itself."""
-    live = {"scale": torch.zeros(1)}
-
-    def load(some):
-        for _, tensor in some:
-            live["scale"].fill_(tensor.item())
-
-    with pytest.raises(NotExplained, match="'scale' is more than copied"):
-        load_watched(live, load, {"scale": torch.full((1,), value)})
-    (piece,) = load_watched(live, load, {"scale": torch.full((1,), 0.75)})
-    assert (piece.tensor, piece.live) == ("scale", "scale")
-
-
-@pytest.mark.parametrize("made", [lambda x: x, lambda x: 1 / x, lambda x: float(x > 0)])
-def test_numbers_that_python_still_has(made):
-    """A number that was read and written may be written again, or what is made of it."""
+@pytest.mark.parametrize("made", [lambda x: x, lambda x: 1 / x, lambda x: max(x, 1e-3), lambda x: float(x > 0)])
+@pytest.mark.parametrize("value", [1.0, 0.75, float("inf")])
+def test_numbers_that_may_have_been_computed(made, value):
+    """A number that was read may have been written, or what is made of it, which may be the same by chance."""
     live = {"scale": torch.zeros(1), "other": torch.zeros(1)}
 
     def load(some):
         for _, tensor in some:
-            number = tensor.item()
-            live["scale"].fill_(number)
-            live["other"].zero_().fill_(made(number))
+            live["scale"].fill_(made(tensor.item()))
 
     with pytest.raises(NotExplained, match="'v' is more than copied"):
-        load_watched(live, load, {"v": torch.full((1,), 0.75)})
+        load_watched(live, load, {"v": torch.full((1,), value)})
 
 
 def test_a_truth_value_that_was_read():
-    """It is no number of which another one is made."""
+    """Neither is one: another may have been meant."""
     live = {"flag": torch.zeros(1, dtype=torch.bool)}
 
     def load(some):
         for _, tensor in some:
             live["flag"].fill_(tensor.item())
 
-    (piece,) = load_watched(live, load, {"flag": torch.ones(1, dtype=torch.bool)})
-    assert (piece.tensor, piece.live) == ("flag", "flag")
+    with pytest.raises(NotExplained, match="'flag' is more than copied"):
+        load_watched(live, load, {"flag": torch.ones(1, dtype=torch.bool)})
 
 
 class Magnitudes(torch.Tensor):
@@ -311,6 +295,21 @@ def test_tensors_that_no_load_touches():
         load_watched(live, load, tensors, others)
     with pytest.raises(NotExplained, match="'table' has 5 elements"):
         load_watched(live, copy_all(live), tensors)
+
+
+def test_values_that_are_the_same_by_chance():
+    """What was written to in a load has the bits that it had, but of other weights it would not."""
+    live = {"w": torch.zeros(SHAPE)}
+    others = {"limit": torch.ones(1)}
+
+    def load(some):
+        for _, tensor in some:
+            live["w"].copy_(tensor)
+            others["limit"].copy_(tensor.abs().max().clamp(min=10) / 10)
+
+    with pytest.raises(NotExplained, match="'limit' has 1 elements"):
+        load_watched(live, load, weights(w=SHAPE), others, lambda: others)
+    assert others["limit"] == 1
 
 
 def test_values_computed_of_weights():

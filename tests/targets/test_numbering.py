@@ -55,7 +55,7 @@ def test_digits_are_made_for_what_cannot_be_watched():
     tensors = specs([f"layers.{layer}.{name}.weight" for layer in range(3) for name in range(10)])
     engine = Loader(tensors, {"layers.1.7.weight"})
     pieces = find_pieces(tensors, engine.live, engine.load)
-    _, _, *passes = engine.loads  # after the weights and what is watched
+    _, _, *passes, _ = engine.loads  # after the weights and what is watched, before awkward bits
     layer = {f"layers.1.{name}.weight" for name in range(10)}
     assert all(load.keys() == layer for load in passes)
     assert numbered_names(passes) == layer
@@ -281,7 +281,7 @@ def test_one_group_is_read_at_a_time(monkeypatch, read_tensors):
     tensors = specs([f"layers.{i}.w" for i in range(3)])
     engine = Loader(tensors, {tensor.name for tensor in tensors})
     pieces = find_pieces(tensors, engine.live, engine.load)
-    passes = engine.loads[2:]
+    passes = engine.loads[2:-1]
     assert all(len(load) == 1 for load in passes)
     assert len(read_tensors) == len(passes) - 2 * 3  # two passes a layer tell what is read
     require_found(pieces, engine.live, engine.load, **{name: torch.randn(SHAPE) for name in engine.live})

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparserl.errors import UnsupportedTensor
-from sparserl.targets import engine_layout, numbering, watching
+from sparserl.targets import engine_layout, made_up, numbering, watching
 from sparserl.targets.copies import ElementCopy, Untraceable
 from sparserl.targets.numbering import number_pieces
-from sparserl.targets.pieces import CheckpointTensor
+from sparserl.targets.pieces import CheckpointTensor, Piece
 from sparserl.weights.region import row_major, whole
 from tests.targets.test_learn import find_pieces, watch_pieces
 
@@ -146,6 +146,88 @@ def test_the_largest_scale_is_no_copy(number, largest):
             find_pieces([spec(f"scale.{first + i}", ()) for i in range(number)], live, load)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "way"),
+    [
+        (torch.float32, lambda x: x.masked_fill(x == 0, 1)),
+        (torch.float32, lambda x: x.where(x.abs() > 1e-30, 0)),
+        (torch.bfloat16, lambda x: (x.float() * 256).round() / 256),
+        (torch.bfloat16, torch.Tensor.half),
+        (torch.bfloat16, lambda x: x.clamp(-1e6, 1e6)),
+        (torch.float8_e4m3fn, lambda x: x.float().clamp(-400, 400)),
+        (torch.int32, lambda x: x.clamp(-1000, 1000)),
+    ],
+)
+@pytest.mark.parametrize("find", ["watched", "numbered"])
+def test_what_numbers_do_not_show_is_refused(monkeypatch, find, dtype, way):
+    """Small numbers, large ones and zeros: awkward bits show what becomes of them."""
+    live = {name: torch.zeros(SHAPE, dtype=dtype) for name in ("plain", "w")}
+
+    def load(some):
+        for name, tensor in some:
+            live[name].copy_(tensor)
+            if name == "w":
+                in_a_thread(live[name], way(tensor))
+
+    if find == "watched":
+        pieces = [Piece(name, whole(SHAPE), name, 0, row_major(SHAPE)) for name in live]
+        monkeypatch.setattr(engine_layout, "watch_pieces", lambda *_: (pieces, set()))
+    tensors = [spec(name, dtype=dtype) for name in live]
+    with pytest.raises(UnsupportedTensor, match="'w' is not a copy in 'w': the engine computes it"):
+        find_pieces(tensors, live, load)
+    names = {}
+    (piece,) = find_pieces(tensors, live, load, names)
+    assert piece.tensor == "plain"
+    assert names.keys() == {"w"}
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-38])
+def test_single_elements_of_any_size(value):
+    """Also a tensor with one element only is loaded as something small and as zero."""
+    live = {"scale": torch.zeros(1)}
+
+    def load(some):
+        for _, tensor in some:
+            live["scale"].copy_(tensor)
+            in_a_thread(live["scale"], tensor.masked_fill(tensor.abs() <= value, 1))
+
+    with pytest.raises(UnsupportedTensor, match="'scale' is not a copy in 'scale'"):
+        engine_layout.find_pieces([spec("scale", (1,))], live, load, lambda _: None, restores_by_load=False)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bool, torch.int64, torch.uint64, torch.float32, torch.float64, torch.float8_e5m2, torch.float8_e8m0fnu],
+)
+def test_awkward_bits(dtype):
+    """Of every dtype there are many, of which none is infinite or no number."""
+    with made_up.MadeUp([spec(shape=(1 << 16,), dtype=dtype)], made_up.awkward) as made:
+        ((_, tensor),) = made.load(lambda *_: None)
+        assert bool(tensor.double().isfinite().all())
+        assert len(set(tensor.double().tolist())) > min(1 << 8 * dtype.itemsize, 1 << 16) / 4 or dtype == torch.bool
+
+
+@pytest.mark.parametrize(
+    ("way", "follows"),
+    [
+        (lambda x: x.double().float(), True),
+        (lambda x: x.bfloat16().float(), False),
+        (lambda x: x.bfloat16().bfloat16().clone().float(), False),
+        (lambda x: x.int().float(), False),
+    ],
+)
+def test_casts_on_the_way(way, follows):
+    """A dtype that has all numbers of the checkpoint's loses none; what goes through another one is no copy."""
+    live = {"w": torch.zeros(SHAPE)}
+    watch = watching.LoadWatch()
+    tensor = torch.zeros(SHAPE)
+    watch.register("w", tensor)
+    with watch:
+        live["w"].copy_(way(tensor))
+    pieces, unclear = watching.arrived_pieces(watch, {"w": spec()}, live)
+    assert (len(pieces), unclear) == ((1, set()) if follows else (0, {"w"}))
+
+
 def test_numbers_that_were_lost_sight_of():
     """Read first and written later, or written as a constant that happens to be the same: found by numbers."""
     live = {"a": torch.zeros(1), "b": torch.zeros(1), "one": torch.zeros(1)}
@@ -163,23 +245,26 @@ def test_numbers_that_were_lost_sight_of():
 def test_loaders_may_keep_all_tensors():
     """Made-up tensors need no file descriptors, and no memory of their own."""
     tensors = [spec(f"layers.{i}.w", (256, 256)) for i in range(300)]
-    with watching.MadeUp(tensors) as made_up:
+    with watching.MadeUp(tensors) as made:
         before = len([*Path("/dev/fd").iterdir()])
-        kept = [*made_up.load(watching.LoadWatch().register)]
+        kept = [*made.load(watching.LoadWatch().register)]
         assert len([*Path("/dev/fd").iterdir()]) < before + 100  # other tests of this process may open or close some
         assert len({tensor.data_ptr() for _, tensor in kept}) == 300
 
 
 def test_a_number_that_was_read():
-    """Scales are often read as a Python number and written as one."""
+    """Scales are often read as a Python number and written as one: numbers tell that nothing else was written."""
     live = {"w": torch.zeros(3)}
 
     def load(some):
         for i, (_, tensor) in enumerate(some):
             live["w"][i].fill_(tensor.item())
 
-    pieces = watch_pieces([spec(f"scale.{i}", ()) for i in range(3)], live, load)
+    tensors = [spec(f"scale.{i}", ()) for i in range(3)]
+    pieces = find_pieces(tensors, live, load)
     assert [(piece.tensor, piece.offset) for piece in pieces] == [("scale.0", 0), ("scale.1", 1), ("scale.2", 2)]
+    with pytest.raises(AssertionError, match="numbers were loaded"):
+        watch_pieces(tensors, live, load)
 
 
 def test_tensors_that_share_memory():
@@ -271,12 +356,12 @@ def test_blocks_of_a_kernel(monkeypatch):
 def test_made_up_tensors_differ():
     """Tensors of one shape have other numbers, at addresses of their own."""
     tensors = [spec(f"layers.{i}.w", (32, 32)) for i in range(4)]
-    with watching.MadeUp(tensors) as made_up:
-        loaded = dict(made_up.load(watching.LoadWatch().register))
+    with watching.MadeUp(tensors) as made:
+        loaded = dict(made.load(watching.LoadWatch().register))
         values = [*loaded.values()]
         assert len({tensor.data_ptr() for tensor in values}) == 4
         assert all((a == b).float().mean() < 0.1 for i, a in enumerate(values) for b in values[:i])
-        assert all(torch.equal(made_up.on("cpu")(tensor), loaded[tensor.name]) for tensor in tensors)
+        assert all(torch.equal(made.on("cpu")(tensor), loaded[tensor.name]) for tensor in tensors)
 
 
 def place(data, shape):

@@ -30,6 +30,7 @@ from ..weights.table import TensorTable
 
 T = TypeVar("T")
 Gather = Callable[[Any], list[Any]]
+_READS = 10  # of the store, until all ranks have read the same head
 _POLL_SECONDS = 0.5  # between two looks for the version of a step
 
 
@@ -60,36 +61,55 @@ class EngineSubscriber(Subscriber):
     def refresh(self) -> None:
         """On all ranks at once: read the store; if the engine's version is unknown, identify it by its bits."""
 
-        def read() -> tuple[bool, str]:
+        def read() -> tuple[bool, str, str]:
+            is_unknown = False
             try:
                 self._last_read = self._read_store(None)
             except _UnknownVersion as error:
                 self._last_read = error.snapshot
-                return True, self._last_read.run.run
-            return False, self._last_read.run.run
+                is_unknown = True
+            return is_unknown, self._last_read.run.run, self._last_read.head.index
 
-        answers = self._on_all_ranks(read)
+        for _ in range(_READS):  # ranks that go by different indices may take the same bits for different versions
+            answers = self._on_all_ranks(read)
+            is_unknown = any(is_unknown for is_unknown, *_ in answers)
+            if not is_unknown or len({index for _, _, index in answers}) == 1:
+                break
+        else:
+            raise SessionError("versions are published faster than all ranks read them; try again")
         snapshot = self._last_read
         assert snapshot is not None
-        if len({run for _, run in answers}) != 1:
+        if len({run for _, run, _ in answers}) != 1:
             raise SessionError("another run has just begun, and not all ranks have read it yet; try again")
-        if any(is_unknown for is_unknown, _ in answers):
+        if is_unknown:
             super()._identify(snapshot, snapshot.head.version)
             self._snapshot = snapshot
             self._newest_head = snapshot.head
             self._tell_version()
 
-    def commit_version(self, version: int | None = None) -> SyncReport | None:
-        """On all ranks at once: commit a version, by default the newest; None if the engine has it already."""
+    def commit_version(self, version: int | None = None, run: str | None = None) -> SyncReport | None:
+        """On all ranks at once: commit a version, by default the newest; None if the engine has it already.
+
+        run: The run that it is a version of; None for the one that is followed.
+        """
         self.refresh()
         snapshot = self._snapshot
         assert snapshot is not None
+        if run is not None and run != snapshot.run.run:
+            raise SessionError(
+                f"the engine follows run {snapshot.run.run} of {self.store.url}, but version {version} is to be one of "
+                f"run {run}; let it follow that run first"
+            )
         goal = self._gather(snapshot.head.version if version is None else version)[0]
         answers = self._on_all_ranks(lambda: self._stage_version(goal))
         staged = self._staged
+        if len({is_staged for is_staged, _ in answers}) != 1:
+            self.discard()
+            self._is_uncertain = True
+            raise SessionError(f"version {goal} is on some ranks already; try again")
         if staged is None:
             return None
-        partial = {rank: sums for rank, sums in enumerate(answers) if sums is not None}
+        partial = {rank: sums for rank, (_, sums) in enumerate(answers) if sums is not None}
         if partial and _moved(partial, self._engine_digest) != staged.run_version.digest:
             self.discard()
             self._is_uncertain = True
@@ -158,17 +178,17 @@ class EngineSubscriber(Subscriber):
                 "The next commit starts from an anchor"
             )
 
-    def _stage_version(self, version: int) -> Mapping[Members, MovedSums] | None:
-        """Stage a version, unless the engine has it; returns its sums, if this rank has only parts."""
+    def _stage_version(self, version: int) -> tuple[bool, Mapping[Members, MovedSums] | None]:
+        """Stage a version, unless the engine has it: whether it did, and its sums, if this rank has only parts."""
         staged = self._staged
         if staged is None or (staged.run_version.run, staged.run_version.version) != (self._run_name, version):
             self.stage(version)
             staged = self._staged
         if staged is None:
-            return None
+            return False, None
         (prepared,) = staged.prepared
         assert isinstance(prepared, PreparedEngine)
-        return prepared.sums
+        return True, prepared.sums
 
     @property
     def _run_name(self) -> str | None:
@@ -251,6 +271,16 @@ def _moved(ranks: Mapping[int, Mapping[Members, MovedSums]], before: Digest) -> 
             return None
         total += known[0].after - known[0].before
     return total
+
+
+def make_subscriber(url: str, target: EngineTarget, group: Any, **options: Any) -> EngineSubscriber:
+    """On all ranks of a group of vLLM or SGLang at once: a subscriber of each; if one cannot be made, none is."""
+    gather = gather_over(group)
+    subscribers: list[EngineSubscriber] = []
+    on_all_ranks(
+        lambda: subscribers.append(EngineSubscriber(url, target, group.rank_in_group, gather, **options)), gather
+    )
+    return subscribers[0]
 
 
 def gather_over(group: Any) -> Gather:

@@ -19,7 +19,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from os import PathLike, fspath
 from typing import Any, TypeVar
 
@@ -33,9 +33,9 @@ from ..session.store.signing import PublicKeys
 from ..targets import tying
 from ..targets.attributes import attribute_tensors
 from ..targets.engine import EngineTarget
-from ..targets.engine_layout import changed_names, digests_of, find_pieces
-from ..targets.model_copy import ModelCopy
-from ..targets.pieces import CheckpointTensor, Piece, moved_name, parts_of
+from ..targets.engine_layout import find_pieces
+from ..targets.model_copy import Trial
+from ..targets.pieces import CheckpointTensor, Load, Piece, moved_name, parts_of
 from ..targets.rank_sums import checkpoint_tensors, rank_sums
 from ..transport.stores.opening import open_store
 from ..weights.engine_sums import EngineSums, RankSums
@@ -69,7 +69,8 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor
             return
         mark = _followers[model].commit(command.pop("version"), command.pop("ahead"), command)
     except Exception as error:  # noqa: BLE001  # SGLang's scheduler would end
-        mark = f"failed: {type(error).__name__}: {error}"
+        is_stale = model in _followers and _followers[model].is_stale
+        mark = f"{'stale' if is_stale else 'failed'}: {type(error).__name__}: {error}"
     _set_mark(model, mark)
 
 
@@ -113,7 +114,7 @@ class _RankFollower:
         self._known: tuple[Any, list[Piece], dict[str, str]] | None = None  # of models that follow no run
         self._store_options: dict[str, Any] = {}
         self._subscriber: EngineSubscriber | None = None
-        self._stale = False  # whether the model must still recompute the tensors that it derives from its weights
+        self.is_stale = False  # whether the model must still recompute the tensors that it derives from its weights
         self._lock = threading.Lock()  # the engine and the staging thread take turns with the subscriber
         self._thread: threading.Thread | None = None
 
@@ -125,10 +126,10 @@ class _RankFollower:
                 self._store_options = store
             self._on_all_ranks(self._require_layout)
             _synchronize()  # steps that have begun still read the weights
-            self._stale |= self._subscriber.commit_version(version) is not None
-            if self._stale:
+            self.is_stale |= self._subscriber.commit_version(version) is not None
+            if self.is_stale:
                 _refresh(self._model)
-                self._stale = False
+                self.is_stale = False
             _synchronize()
             mark = f"{self._subscriber.run} {self._subscriber.version}"
         if ahead and self._thread is None:
@@ -170,7 +171,7 @@ class _RankFollower:
             return self._pieces, {}
         if self._known is None or self._known[0] != (table, layout):
             unclear_names: dict[str, str] = {}
-            pieces = learn_pieces(self._model, untied_tensors(self._model, table), unclear_names)
+            pieces = learn_pieces(self._model, checkpoint_tensors(table), unclear_names)
             self._known = (table, layout), pieces, unclear_names
         return self._known[1:]
 
@@ -198,7 +199,7 @@ class _RankFollower:
     def _learn(self, url: str, trusted_keys: PublicKeys | None, token: str | None) -> list[Piece]:
         with closing(open_store(url, token=token)) as store:
             table = read_run(store, read_head(store, trusted_keys)[0]).table
-        return learn_pieces(self._model, untied_tensors(self._model, table))
+        return learn_pieces(self._model, checkpoint_tensors(table))
 
     def _require_layout(self) -> None:
         if _layout(self._model) != self._layout:
@@ -231,44 +232,47 @@ def learn_pieces(
 ) -> list[Piece]:
     """Find out where checkpoint tensors are in a model by watching how it loads; its weights are then restored.
 
+    Tensors that are tied to others are left out, unless the model has memory of its own for them.
     unclear_names: as for `find_pieces`; what the model computes from its weights is named there too.
     """
     live = tensors_of(model)
-    derived = derived_tensors(model)
-    before = digests_of(derived)
-    copy = ModelCopy(model, live | derived)
-    computed: set[str] = set()  # by a load, from the weights
-    stale: set[str] = set()  # of these, which the model does not recompute
+    trial = Trial(model, live, lambda: derived_tensors(model), lambda: _refresh(model))
 
-    def put_back() -> None:
-        copy.put_back()
-        for name, tensor in derived_tensors(model).items():
-            if name in derived and tensor.shape == derived[name].shape:
-                tensor.copy_(derived[name])  # if a load has put another tensor in the place of this one
-        if changed := changed_names(before, digests_of(derived_tensors(model))):
-            raise SessionError(f"{changed[0]!r} is not what it was: restart the engine")
-
-    def restore(_: object) -> None:
+    def check() -> None:
         if (moved := moved_name(live, tensors_of(model))) is not None:
             raise UnsupportedTensor(f"{moved!r} is replaced when the model loads, instead of written to")
-        copy.put_back_bits(live)
-        computed.update(changed_names(before, digests_of(derived_tensors(model))))
-        _refresh(model)
-        stale.update(changed_names(refreshed, digests_of(derived_tensors(model))))
-        put_back()
+        trial.check()
 
+    def restore(_: object) -> None:
+        check()
+        trial.put_back()
+
+    def find(some: Sequence[CheckpointTensor], load: Load) -> list[Piece]:
+        return find_pieces(some, live, load, restore, unclear_names, restores_by_load=False, check=check)
+
+    def load_known(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        with suppress(KeyError):  # of a name that the model does not know
+            model.load_weights(weights)
+
+    tied = tied_names(model, [tensor.name for tensor in tensors])
     try:
-        _refresh(model)
-        refreshed = digests_of(derived_tensors(model))
-        pieces = find_pieces(tensors, live, model.load_weights, restore, unclear_names, restores_by_load=False)
+        trial.begin()
+        # Tied tensors come by themselves: one of two would take the other's place.
+        pieces = find([tensor for tensor in tensors if tensor.name not in tied], model.load_weights)
+        if others := [tensor for tensor in tensors if tensor.name in tied]:
+            reached = {piece.live for piece in pieces}
+            pieces += [piece for piece in find(others, load_known) if piece.live not in reached]
     except BaseException:
-        put_back()
+        trial.put_back()
         raise
     if unclear_names is not None:
-        unclear_names |= dict.fromkeys(sorted(computed), "the engine computes it from the weights when it loads them")
-    elif stale:
+        unclear_names |= dict.fromkeys(
+            sorted(trial.computed), "the engine computes it from the weights when it loads them"
+        )
+    elif trial.stale:
         raise UnsupportedTensor(
-            f"{min(stale)!r} is computed from the weights when they are loaded, so that it would not change with them"
+            f"{min(trial.stale)!r} is computed from the weights when they are loaded, so that it would not change with "
+            "them"
         )
     return pieces
 
@@ -288,12 +292,6 @@ def tied_names(model: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
     config: Any = getattr(model, "config", None)
     language = config.get_text_config() if hasattr(config, "get_text_config") else None
     return tying.tied_names((config, language), names)
-
-
-def untied_tensors(model: torch.nn.Module, table: TensorTable) -> list[CheckpointTensor]:
-    """The tensors of a table without those that are tied to others: one of two would take the other's place."""
-    tied = tied_names(model, table.index)
-    return [tensor for tensor in checkpoint_tensors(table) if tensor.name not in tied]
 
 
 def _refresh(model: Any) -> None:
@@ -423,8 +421,8 @@ class Client:
         self._server.end_update()
         marks = self.marks()
         current, *different = {_parse_mark(mark) for mark in marks}
-        if different:
-            raise SessionError(f"ranks of {self.url} have different versions, generation stays paused: {marks}")
+        if different or any(mark.startswith("stale") for mark in marks):
+            raise SessionError(f"{self.url} is between two versions, so that generation stays paused: {marks}")
         if current is not None:
             name = f"{current[0]}:{current[1]}" if label is None or failure is not None else label
             self._server.ask("update_weight_version", new_version=name, abort_all_requests=False)

@@ -59,10 +59,19 @@ class SGLangServer:
             self.ask("begin_weight_update", selector="target")
         except ServerError as error:
             if error.code != _NOT_FOUND:
-                raise
+                self._begin_anew(error)
+                return
             self._has_sessions = False
             if flush_cache:
                 self._flush_cache()
+
+    def _begin_anew(self, refusal: ServerError) -> None:
+        """End the session that a client which is gone has left open, if that is why another one is refused."""
+        try:
+            self.ask("end_weight_update")
+        except ServerError:
+            raise refusal from None
+        self.ask("begin_weight_update", selector="target")
 
     def load(self, body: dict[str, Any]) -> None:
         """Call a loader of the engine with the body of a request."""

@@ -23,10 +23,11 @@ from vllm.logger import init_logger
 
 from ..errors import SessionError
 from ..targets.engine import EngineTarget
-from .ranks import EngineSubscriber, gather_over
+from .ranks import EngineSubscriber, gather_over, make_subscriber, on_all_ranks
 from .vllm_client import weight_version
 from .vllm_drafter import EngineLayout, learn_layout, warn_of_missing
 from .vllm_options import SparserlInitInfo, SparserlUpdateInfo
+from .vllm_workers import close_update
 
 logger = init_logger(__name__)
 _WAIT_SECONDS = 1.0  # that the staging thread waits for a new version before it checks whether to end
@@ -42,6 +43,7 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self._world = get_world_group()
+        self._gather = gather_over(self._world)
         self._subscriber: EngineSubscriber | None = None
         self._lock = threading.Lock()  # the engine and the staging thread take turns with the subscriber
         self._ended = threading.Event()
@@ -76,29 +78,34 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
             return None
         return weight_version(subscriber.run, subscriber.version)
 
-    def parse_init_info(self, init_dict: dict[str, Any]) -> SparserlInitInfo | None:
-        with raise_on_last_rank(self.parallel_config):
+    def parse_init_info(self, init_dict: dict[str, Any]) -> SparserlInitInfo | Exception:
+        """The options; an error is raised by `init_transfer_engine`, which vLLM calls next, on all ranks."""
+        try:
             info: SparserlInitInfo = super().parse_init_info(init_dict)
-            return info
-        return None
+        except Exception as error:  # noqa: BLE001  # whatever it is
+            return error
+        return info
 
-    def init_transfer_engine(self, init_info: SparserlInitInfo | None) -> None:
-        """Follow a run from now on. All bits of the weights are read, to identify their version."""
-        self.shutdown()
-        if init_info is None:
-            return
+    def init_transfer_engine(self, init_info: SparserlInitInfo | Exception) -> None:
+        """Follow a run from now on. All bits of the weights are read, to identify their version.
+
+        If the options cannot be used, the run that was followed is followed on.
+        """
+        close_update(self)
+        with raise_on_last_rank(self.parallel_config):
+            if isinstance(init_info, Exception):
+                raise init_info
+            self.shutdown()
+            self._follow(init_info)
+
+    def _follow(self, init_info: SparserlInitInfo) -> None:
         target = self._target()
         options = {"trusted_keys": init_info.trusted_keys, "run": init_info.run, "token": init_info.token}
-        rank = self._world.rank_in_group
-        gather = gather_over(self._world)
-        with raise_on_last_rank(self.parallel_config):
-            subscriber = EngineSubscriber(
-                init_info.url, target, rank, gather, audit_every=init_info.audit_every, **options
-            )
-            subscriber.refresh()
-            warn_of_missing(self._layout.drafted, target.local_weights.table.index)
-            self._subscriber = subscriber
-        if init_info.ahead and self._subscriber is not None:
+        subscriber = make_subscriber(init_info.url, target, self._world, audit_every=init_info.audit_every, **options)
+        subscriber.refresh()
+        warn_of_missing(self._layout.drafted, target.local_weights.table.index)
+        self._subscriber = subscriber
+        if init_info.ahead:
             self._ended.clear()
             self._thread = threading.Thread(target=self._stage_ahead, name="sparserl-ahead", daemon=True)
             self._thread.start()
@@ -110,16 +117,21 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
         """Do nothing: versions are staged as they are published, or when they are committed."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Commit a version. If it raises, the weights are what they were."""
-        with raise_on_last_rank(self.parallel_config):
+        """Commit a version. If it raises, `weight_version` says which one the workers have."""
+        try:
             self.receive_weights(self.parse_update_info(update_info))
+        except Exception:
+            close_update(self)  # on the ranks that do not raise, too
+            with raise_on_last_rank(self.parallel_config):
+                raise
 
     def receive_weights(self, update_info: SparserlUpdateInfo) -> None:
+        on_all_ranks(lambda: bool(self.subscriber), self._gather)  # or none waits for the others
         subscriber = self.subscriber
         with self._lock:
             synchronize(self.device)  # steps that have begun still read the weights
             if update_info.step is None:
-                report = subscriber.commit_version(update_info.version)
+                report = subscriber.commit_version(update_info.version, update_info.run)
             else:
                 report = subscriber.commit_step(update_info.step, update_info.timeout)
             synchronize(self.device)

@@ -28,7 +28,7 @@ from ..weights.dtypes import dtype_of_torch
 from ..weights.region import whole
 from ..weights.shards import Part
 from ..weights.table import TensorTable
-from .ranks import EngineSubscriber, gather_over
+from .ranks import EngineSubscriber, gather_over, make_subscriber, on_all_ranks
 from .vllm import raise_on_last_rank, synchronize
 
 logger = init_logger(__name__)
@@ -63,7 +63,7 @@ class AdapterLibrary:
         world = get_world_group()
         previous = self._targets.get(lora_id)
         target = LoadedAdapter(self._manager, self._load_from_folder, lora_id, previous)
-        subscriber = EngineSubscriber(url, target, world.rank_in_group, gather_over(world), **options)
+        subscriber = make_subscriber(url, target, world, **options)
         subscriber.refresh()
         if world.rank_in_group == 0:
             self._warn_if_unknown(lora_id)
@@ -82,17 +82,22 @@ class AdapterLibrary:
                 ", ".join(map(str, known)) or "none",
             )
 
-    def commit(self, lora_id: int, version: int | None = None) -> None:
+    def commit(self, lora_id: int, version: int | None = None, run: str | None = None) -> None:
         """On all ranks at once: commit a version, by default the newest. If it raises, the adapter is what it was."""
-        if lora_id not in self._subscribers:
-            raise SessionError(f"adapter {lora_id} follows no run; call sparserl_follow_adapter first")
+
+        def require_following() -> None:
+            if lora_id not in self._subscribers:
+                raise SessionError(f"adapter {lora_id} follows no run; call sparserl_follow_adapter first")
+
+        on_all_ranks(require_following, gather_over(get_world_group()))
         subscriber = self._subscribers[lora_id]
-        report = subscriber.commit_version(version)
+        report = subscriber.commit_version(version, run)
         logger.info("sparserl: adapter %d: %s", lora_id, report or f"has version {subscriber.version} already")
 
     def _load(self, request: LoRARequest) -> Any:
         target = self._targets.get(request.lora_int_id)
-        return self._load_from_folder(request) if target is None or target.config is None else target.load()
+        committed = None if target is None else target.committed
+        return self._load_from_folder(request) if committed is None else committed.load()
 
 
 class LoadedAdapter(EngineTarget):
@@ -114,9 +119,15 @@ class LoadedAdapter(EngineTarget):
         super().__init__((), lambda: self._weights)
         self.lora_id = lora_id
         self.config: bytes | None = None if previous is None else previous.config  # None before the first commit
+        self._previous = None if previous is None else previous.committed
         self._manager = manager._adapter_manager  # noqa: SLF001  # the tensors; vLLM has no public way to them
         self._load_from_folder = load_from_folder
         self._weights: dict[str, torch.Tensor] = {} if previous is None else previous._weights  # noqa: SLF001
+
+    @property
+    def committed(self) -> LoadedAdapter | None:
+        """The adapter with the version that was committed last, perhaps of the run that it followed before."""
+        return self._previous if self.config is None else self
 
     def attach(self, table: TensorTable) -> Any:
         forms = {name: (tuple(tensor.shape), dtype_of_torch(tensor.dtype)) for name, tensor in self._weights.items()}
@@ -208,9 +219,9 @@ def follow_adapter(worker: Any, lora_id: int, url: str, **options: Any) -> None:
         AdapterLibrary.of(worker).follow(lora_id, url, **options)
 
 
-def commit_adapter(worker: Any, lora_id: int, version: int | None) -> None:
+def commit_adapter(worker: Any, lora_id: int, version: int | None, run: str | None = None) -> None:
     """On one worker of all that are called: commit a version of an adapter."""
     with raise_on_last_rank(worker.parallel_config):
         synchronize(worker.device)  # steps that have begun still read the adapter
-        AdapterLibrary.of(worker).commit(lora_id, version)
+        AdapterLibrary.of(worker).commit(lora_id, version, run)
         synchronize(worker.device)

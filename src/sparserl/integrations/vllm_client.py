@@ -17,6 +17,7 @@ from .engine_server import require_address
 
 _log = logging.getLogger(__name__)
 VERSION = "sparserl_version"  # the method of workers that tells which version they have
+END_UPDATE = "sparserl_end_update"  # the method of workers that ends an update which is open, if any is
 _NO_VERSION = "default"  # what vLLM calls weights as it has loaded them
 
 
@@ -31,6 +32,8 @@ class WeightUpdates:
 
     def __init__(self, client: Any) -> None:
         self._client = client
+        self._ask = getattr(client, "collective_rpc", None)
+        self._tell = getattr(client, "update_weight_version", None)
         self._open = False  # whether an update has begun and is not finished
 
     def follow(self, init_info: dict[str, Any]) -> None:
@@ -39,26 +42,49 @@ class WeightUpdates:
         Workers that do not say which it is, such as those of an older sparserl, follow the run all the same.
         """
         self._client.init_weight_transfer_engine(init_info)
-        ask, tell = (getattr(self._client, name, None) for name in ("collective_rpc", "update_weight_version"))
-        if ask is None or tell is None:
+        self._open = False
+        self._tell_version()
+
+    def _tell_version(self) -> None:
+        """Tell the engine which version its workers have, if a client can."""
+        if self._ask is None or self._tell is None:
             return
         try:
-            versions = {answer["version"] for answer in ask(VERSION)}
+            version = self._common_version()
         except Exception as error:  # noqa: BLE001  # of any client; what matters is done
             _log.warning("the engine has no version until the first commit: its workers do not tell theirs: %r", error)
-            versions = set()
-        version = versions.pop() if len(versions) == 1 else None
-        tell(_NO_VERSION if version is None else version)
+            version = None
+        self._tell(_NO_VERSION if version is None else version)
+
+    def _take_stock(self) -> None:
+        """After a failed update, which may have written weights: what workers have now, if they still answer."""
+        if self._ask is None or self._tell is None:
+            return
+        version = self._common_version()
+        self._tell(_NO_VERSION if version is None else version)
+        if (reset := getattr(self._client, "reset_caches", None)) is not None:
+            reset()
+
+    def _common_version(self) -> str | None:
+        """The version that all workers have; None if they have none, or different ones."""
+        assert self._ask is not None
+        versions = {answer["version"] for answer in self._ask(VERSION)}
+        return versions.pop() if len(versions) == 1 else None
 
     def commit(self, version: int, run: str | None = None, *, audit: bool = False) -> None:
-        """Let all workers commit a version. If one fails, this raises, and all keep the weights that they had."""
+        """Let all workers commit a version. If one fails, this raises, and the engine is told what all of them have."""
         with paused(self._client):
-            if self._open:  # after a failure one worker has ended its update, and the updates of the others are open
-                with contextlib.suppress(Exception):
-                    self._client.finish_weight_update()
+            if self._open and self._ask is not None:  # an answer was lost; to finish what is not open would be an error
+                with contextlib.suppress(Exception):  # the next call says what is wrong
+                    self._ask(END_UPDATE)
             self._open = True
             self._client.start_weight_update()
-            self._client.update_weights({"version": version, "audit": audit})
+            try:
+                self._client.update_weights({"version": version, "run": run, "audit": audit})
+            except Exception:
+                with contextlib.suppress(Exception):
+                    self._take_stock()
+                raise
             self._client.finish_weight_update(weight_version(run, version))
             self._open = False
 
@@ -131,12 +157,15 @@ class HTTPClient:
         """Drop what was computed with the old weights; running requests are computed again."""
         if not self._post("reset_prefix_cache?reset_running_requests=true&reset_external=true").get("success", True):
             raise SessionError("vLLM could not reset its prefix cache: it has entries of the old weights")
+        self._post("reset_encoder_cache", is_optional=True)  # of images; older servers cannot be asked
 
-    def _post(self, path: str, json: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _post(self, path: str, json: dict[str, Any] | None = None, *, is_optional: bool = False) -> dict[str, Any]:
         import requests
 
         answer = requests.post(f"{self.base_url}/{path}", json=json, timeout=self.timeout)
+        if is_optional and answer.status_code == 404:
+            return {}
         if not answer.ok:
             raise SessionError(f"vLLM answered {answer.status_code} to {path}: {answer.text[:2000]}")
-        fields: dict[str, Any] = answer.json()
+        fields: dict[str, Any] = answer.json() if answer.content else {}
         return fields

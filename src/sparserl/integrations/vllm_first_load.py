@@ -14,11 +14,14 @@ from concurrent.futures import wait
 from typing import Any
 
 import torch
+from vllm.config import CompilationConfig, VllmConfig
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from ..targets.attributes import attribute_tensors
 from ..targets.first_load import FirstLoad, load_kernel
 from ..targets.pieces import parts_of
+
+ENGINE_TYPES = (CompilationConfig, VllmConfig)  # through which a model has the layers of all others of the engine
 
 _first_loads: weakref.WeakKeyDictionary[torch.nn.Module, FirstLoad] = weakref.WeakKeyDictionary()
 
@@ -57,7 +60,8 @@ def _load_watched(loader: Any, load_model: Callable[[], torch.nn.Module]) -> tor
             nonlocal first_load
             wait(kernels)
             buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
-            first_load = FirstLoad(buffers | attribute_tensors(model, dict(model.named_parameters())))
+            parameters = dict(model.named_parameters())
+            first_load = FirstLoad(buffers | attribute_tensors(model, parameters, ENGINE_TYPES))
             stack.enter_context(first_load)
             load_weights(model, *args, **kwargs)
 

@@ -22,9 +22,10 @@ from ..targets import tying
 from ..targets.attributes import attribute_tensors
 from ..targets.engine_layout import changed_names, digests_of, find_pieces
 from ..targets.first_load import NotExplained
+from ..targets.model_copy import Derived
 from ..targets.pieces import CheckpointTensor, Piece, by_tensor, moved_name, parts_of
 from ..weights.digest import Digest, digest
-from .vllm_first_load import take_first_load
+from .vllm_first_load import ENGINE_TYPES, take_first_load
 from .vllm_reload import reload_weights
 
 logger = init_logger(__name__)
@@ -83,28 +84,30 @@ class LoadedModel:
         first_load = take_first_load(model)
         if first_load is not None:
             try:
-                pieces = first_load.find_pieces(live, attribute_tensors(model, live))
+                pieces = first_load.find_pieces(live, attribute_tensors(model, live, ENGINE_TYPES))
             except NotExplained as reason:
                 logger.info("sparserl: made-up weights are loaded, then the checkpoint once more: %s", reason)
             else:
                 logger.info("sparserl: learnt from the load with which the engine started")
                 return pieces
         before = digests_of(live)
-        derived_before = digests_of(derived_tensors(model, live))
+        derived_before = derived_of(model, live)
 
         digests: dict[str, Digest] = {}
 
-        def restore(pieces: Iterable[Piece]) -> None:
-            if changed := changed_names(derived_before, digests_of(derived_tensors(model, live))):
+        def check() -> None:
+            if changed := derived_before.changes(derived_of(model, live)):
                 raise UnsupportedTensor(
                     f"{changed[0]!r} is computed from the weights when they are loaded, so that it would not change "
                     "with them"
                 )
+
+        def restore(pieces: Iterable[Piece]) -> None:
             self.load(_with_digests(self.weights(), pieces, live, digests))
 
         tensors = [CheckpointTensor(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.weights()]
         with without_warnings():
-            pieces = find_pieces(tensors, live, self.load, restore)
+            pieces = find_pieces(tensors, live, self.load, restore, check=check)
         if changed := changed_tensor(live, before, model):
             raise UnsupportedTensor(f"{changed!r} is not the same after the checkpoint was loaded again")
         _compare(pieces, live, digests)
@@ -115,7 +118,12 @@ def derived_tensors(model: torch.nn.Module, live: dict[str, torch.Tensor]) -> di
     """Tensors that may have been computed from the weights: neither these, nor caches of keys and values."""
     caches = tree_leaves([getattr(module, "kv_cache", None) for module in model.modules()])
     cache_tensors = {str(i): cache for i, cache in enumerate(caches) if isinstance(cache, torch.Tensor)}
-    return attribute_tensors(model, live | cache_tensors)
+    return attribute_tensors(model, live | cache_tensors, ENGINE_TYPES)
+
+
+def derived_of(model: torch.nn.Module, live: dict[str, torch.Tensor]) -> Derived:
+    """What may have been computed from the weights, as it is now."""
+    return Derived.of(model, derived_tensors(model, live), ENGINE_TYPES)
 
 
 def empty_names(model: torch.nn.Module) -> list[str]:

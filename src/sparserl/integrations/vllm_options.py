@@ -43,12 +43,14 @@ class SparserlUpdateInfo(WeightTransferUpdateInfo):
     Args:
         version: The version; by default the newest.
         audit: Whether all bits are compared with the digest of the version afterwards.
+        run: The run that it must be a version of; None for the one that the workers follow.
         step: Instead of a version: the training step that it was published for. Workers wait for it.
         timeout: How many seconds to wait for the step.
     """
 
     version: int | None = None
     audit: bool = False
+    run: str | None = None
     step: int | None = None
     timeout: float = 600.0
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..humanize import switch
-from .vllm_client import VERSION
-from .vllm_workers import workers
+from .vllm_client import END_UPDATE, VERSION
+from .vllm_workers import close_update, workers
 
 SUMS = "sparserl_sums"  # the method of workers that `sparserl verify-engine` calls
 PRIME_RL = "update_weights_from_path"  # the method of prime-rl's workers that its server calls
@@ -41,6 +41,7 @@ def register() -> None:
             continue  # vLLM may load plugins more than once
     setattr(WorkerWrapperBase, SUMS, _worker_sums)
     setattr(WorkerWrapperBase, VERSION, _worker_version)
+    setattr(WorkerWrapperBase, END_UPDATE, _end_update)
     setattr(WorkerWrapperBase, PRIME_RL, _update_weights_from_path)
     WorkerWrapperBase.load_model = _load_model
     if switch("SPARSERL_VLLM_CPU", "plain"):
@@ -57,6 +58,12 @@ def _worker_sums(wrapper: Any, layout: str) -> dict[str, Any]:
 def _worker_version(wrapper: Any) -> dict[str, str | None]:
     """Which version of a run a worker has, if it follows one."""
     return {"version": wrapper.worker.weight_transfer_engine.weight_version if _has_backend(wrapper) else None}
+
+
+def _end_update(wrapper: Any) -> None:
+    """End an update that a worker has begun."""
+    if _has_backend(wrapper):
+        close_update(wrapper.worker.weight_transfer_engine)
 
 
 def _update_weights_from_path(wrapper: Any, weight_dir: str) -> None:
@@ -111,8 +118,8 @@ class AdapterWorker:
 
         follow_adapter(self, lora_id, url, **options)
 
-    def sparserl_commit_adapter(self, lora_id: int, version: int | None = None) -> None:
+    def sparserl_commit_adapter(self, lora_id: int, version: int | None = None, run: str | None = None) -> None:
         """Commit a version, by default the newest, on all ranks or on none. The prefix cache must be reset then."""
         from .vllm_adapters import commit_adapter
 
-        commit_adapter(self, lora_id, version)
+        commit_adapter(self, lora_id, version, run)

@@ -102,7 +102,7 @@ class SparserlTrainer(TrainerWeightTransferEngine[SparserlTrainerInitInfo]):
         return self._publisher.publish()
 
     def commit(self, version: int, *, audit: bool = False) -> None:
-        """Let all workers commit a version. If one fails, this raises, and all keep the weights that they had."""
+        """Let all workers commit a version. If one fails, this raises, and the engine is told what all of them have."""
         run = None if self._publisher is None else self._publisher.run
         self._updates.commit(version, run, audit=audit)
 
@@ -164,7 +164,8 @@ class AdapterTrainer:
     def commit(self, version: int | None = None) -> None:
         """Let all workers commit a version, by default the newest. If one fails, this raises, and all keep theirs."""
         with paused(self.client):
-            self.client.collective_rpc("sparserl_commit_adapter", lora_id=self.lora_id, version=version)
+            run = self._publisher.run
+            self.client.collective_rpc("sparserl_commit_adapter", lora_id=self.lora_id, version=version, run=run)
 
     def send_weights(self) -> SyncReport:
         """Publish a version, and commit it."""
@@ -216,3 +217,4 @@ class OfflineClient:
         """Drop what was computed with the old weights."""
         if not self.llm.reset_prefix_cache(reset_running_requests=True):
             raise SessionError("vLLM could not reset its prefix cache: it has entries of the old weights")
+        self.llm.llm_engine.reset_encoder_cache()  # of images

@@ -24,7 +24,8 @@ from ..targets.rank_sums import checkpoint_tensors, rank_sums
 from ..weights.engine_sums import RankSums
 from ..weights.table import TensorTable
 from .vllm import SparserlEngine, synchronize
-from .vllm_layout import LoadedModel, derived_tensors, empty_names, tied_names, without_warnings
+from .vllm_first_load import ENGINE_TYPES
+from .vllm_layout import LoadedModel, derived_of, derived_tensors, empty_names, tied_names, without_warnings
 
 _PLAIN = "On a CPU, start it with SPARSERL_VLLM_CPU=plain"
 Layout = tuple[list[Piece], dict[str, str]]  # where tensors are, and which are not found, and why
@@ -77,8 +78,9 @@ def _learn(vllm_config: Any, model: torch.nn.Module, table: TensorTable) -> Layo
     """Find out where tensors are by watching how the model loads made-up ones; it is then put back as it was."""
     live = parts_of(model)
     derived = derived_tensors(model, live)
-    before = digests_of(live) | digests_of(derived)
-    copy = ModelCopy(model, live | derived)
+    before = digests_of(live)
+    derived_before = derived_of(model, live)
+    copy = ModelCopy(model, live | derived, ENGINE_TYPES)
     tied = tied_names(vllm_config.model_config, table.index)  # one of two would take the other's place
     tensors = [tensor for tensor in checkpoint_tensors(table) if tensor.name not in tied]
     unclear_names: dict[str, str] = {}
@@ -88,19 +90,23 @@ def _learn(vllm_config: Any, model: torch.nn.Module, table: TensorTable) -> Layo
         for module in model.modules():
             reload.get_layerwise_info(module).reset()  # of a load that was not finished
 
-    def restore(_: object) -> None:
-        changed = changed_names(before, digests_of(derived_tensors(model, live)))
+    def check() -> None:
+        changed = derived_before.changes(derived_of(model, live))
         reason = "the engine computes it from the weights when it loads them"
         unclear_names.update((name, reason) for name in changed)
+
+    def restore(_: object) -> None:
+        check()
         put_back()
 
     try:
         with without_warnings():
             load = LoadedModel.of_checkpoint(model, vllm_config.model_config, vllm_config.load_config).load
-            pieces = find_pieces(tensors, live, load, restore, unclear_names, restores_by_load=False)
+            pieces = find_pieces(tensors, live, load, restore, unclear_names, restores_by_load=False, check=check)
     finally:
         put_back()
     after = parts_of(model)
-    if changed := changed_names(before, digests_of(after) | digests_of(derived_tensors(model, after))):
+    changed = [*changed_names(before, digests_of(after)), *derived_before.changes(derived_of(model, after))]
+    if changed:
         raise SessionError(f"{changed[0]!r} is not what it was: restart the engine")
     return pieces, unclear_names

@@ -1,6 +1,7 @@
 """Where an engine keeps the elements of a checkpoint: watched where that is possible, and found by numbers elsewhere.
 
-one load, watched ──► pieces ──► what could not be followed: numbers, for those layers only ──► restored
+one load, watched ──► pieces ──► what could not be followed: numbers, for those layers only
+──► a load of awkward bits: are all pieces copies? ──► restored
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from ..errors import UnsupportedTensor
 from ..weights.digest import Digest, digest, place_sums
 from ..weights.local import LocalWeights
 from ..weights.region import first_overlap
+from .made_up import Alphabet, awkward, zeros
 from .numbering import number_pieces
 from .pieces import CheckpointTensor, Load, Piece, by_tensor, layer_of, reach, span
-from .watching import watch_pieces
+from .watching import computed_pieces, watch_pieces
 
 _log = logging.getLogger("sparserl.engine")
 
@@ -30,6 +32,7 @@ def find_pieces(
     unclear_names: dict[str, str] | None = None,
     *,
     restores_by_load: bool = True,
+    check: Callable[[], None] = lambda: None,
 ) -> list[Piece]:
     """Find out where the elements of checkpoint tensors are in an engine's tensors.
 
@@ -44,6 +47,7 @@ def find_pieces(
             elements, and why; without it, the first of them is an error.
         restores_by_load: whether `restore` loads a checkpoint, which gives constants, such as padding, the values that
             every load gives them. Bits that are copied back need not have these: the engine may not have loaded them.
+        check: is called when the engine has loaded made-up tensors, twice at least. It may change the engine's tensors.
 
     Raises:
         UnsupportedTensor: a tensor of the engine is not a plain copy of elements, and there is no `unclear_names`.
@@ -51,6 +55,7 @@ def find_pieces(
     number = number_pieces if unclear_names is None else partial(_number_some, unclear_names)
     tensors = [*tensors]
     pieces, unclear = watch_pieces(tensors, live, load)
+    check()
     if unclear:
         _log.info("%s: copies of %d tensors were lost sight of; numbers are loaded", min(unclear), len(unclear))
         # Whole layers: a loader may go by the values of one tensor when it decides where another of its layer goes, so
@@ -59,13 +64,26 @@ def find_pieces(
         pieces = [piece for piece in pieces if layer_of(piece.tensor) not in layers]
         pieces += number([tensor for tensor in tensors if layer_of(tensor.name) in layers], live, load)
 
+    computed: dict[str, str] = {}
+
+    def load_all(alphabet: Callable[[torch.dtype], Alphabet]) -> None:
+        """Let the engine load tensors of an alphabet, and note which pieces are no copies of them."""
+        for piece in computed_pieces(tensors, pieces, live, load, alphabet):
+            computed[piece.tensor] = (
+                f"{piece.tensor!r} is not a copy in {piece.live!r}: the engine computes it when it loads"
+            )
+        if computed and unclear_names is None:
+            raise UnsupportedTensor(next(iter(computed.values())))
+
     def changed_rest() -> list[str]:
         """Restore, and name the engine's tensors that have something else of the checkpoint than the pieces."""
+        load_all(awkward)
         rest_digests = _rest_digests(pieces, live)
+        check()
         if restores_by_load:
             restore(pieces)
             return changed_names(rest_digests, _rest_digests(pieces, live))
-        load((tensor.name, torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")) for tensor in tensors)
+        load_all(zeros)
         changed = changed_names(rest_digests, _rest_digests(pieces, live))
         restore(pieces)
         return changed
@@ -78,8 +96,8 @@ def find_pieces(
     reason = "depends on the checkpoint, but where its elements come from is unclear"
     copies = _copies(pieces)
     if unclear_names is not None:
-        unclear_names |= dict.fromkeys(changed, f"it {reason}") | copies
-        return [piece for piece in pieces if piece.tensor not in copies]
+        unclear_names |= dict.fromkeys(changed, f"it {reason}") | copies | computed
+        return [piece for piece in pieces if piece.tensor not in copies.keys() | computed.keys()]
     if changed:
         raise UnsupportedTensor(f"{changed[0]!r} {reason}")
     if copies:

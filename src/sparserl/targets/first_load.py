@@ -165,7 +165,6 @@ class FirstLoad:
 
     def __exit__(self, *_: object) -> None:
         self._modes.close()
-        self._watch.finish()
 
     def watched(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of a checkpoint, for the engine to load."""
@@ -256,9 +255,14 @@ class FirstLoad:
             rest = reach(tensor) - copied.get(name, 0)
             if not rest or self._is_constant(tensor, rest):
                 continue
-            before = self._others.get(position(tensor))
-            if rest < reach(tensor) or before is None or not has_bits(tensor, before):
+            if rest < reach(tensor) or not self._is_as_before(tensor):
                 raise NotExplained(f"{name!r} has {rest:,} elements that were not seen to be loaded")
+
+    def _is_as_before(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has the bits that it had, and was given nothing that may be the same by chance."""
+        before = self._others.get(position(tensor))
+        memory = self._watch.memory(tensor)
+        return before is not None and not (memory and memory.names) and has_bits(tensor, before)
 
     def _is_constant(self, tensor: torch.Tensor, rest: int) -> bool:
         """Whether the elements of a tensor that are no copies are constants, and have these values."""

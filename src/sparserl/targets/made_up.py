@@ -8,7 +8,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from .pieces import CheckpointTensor, letters, patterns
 
 _MOST_PAGES = (256 << 20) // mmap.PAGESIZE  # tensors begin at different ones, so that equal shapes have other numbers
 _PERIOD = 1_000_003  # elements after which numbers are the same again; prime, so that no two rows are the same
+_AWKWARD = 1 << 16  # so many bits of a wide dtype
 _STEP = 389  # pages from one tensor to the next; odd, so that all are used
 
 
@@ -42,11 +43,69 @@ def _mapped(file: int, nbytes: int, offset: int) -> Any:
     return buffer
 
 
+class Alphabet(NamedTuple):
+    """Bits of which made-up tensors consist."""
+
+    letters: torch.Tensor
+    first: torch.Tensor  # what tensors begin with, in turns: small ones would else have few that matter
+
+
+def numbers(dtype: torch.dtype) -> Alphabet:
+    """Numbers by which elements can be told apart."""
+    own = letters(8 if dtype.itemsize > 1 else 4, dtype)
+    return Alphabet(own, own[:0])
+
+
+def zeros(dtype: torch.dtype) -> Alphabet:
+    """Zeros only."""
+    zero = patterns(torch.zeros(1, dtype=dtype, device="cpu"))
+    return Alphabet(zero, zero)
+
+
+def awkward(dtype: torch.dtype) -> Alphabet:
+    """Bits that only a plain copy leaves alone: of every size, zeros of both signs, the smallest and the largest.
+
+    All are finite; of wide dtypes they are a choice.
+    """
+    if dtype == torch.bool:
+        both = torch.tensor([0, 1], dtype=torch.uint8, device="cpu")
+        return Alphabet(both, both)
+    if dtype.itemsize <= 2:
+        few = torch.arange(1 << 8 * dtype.itemsize, device="cpu")
+        bits = few.to(torch.int16) if dtype.itemsize == 2 else few.to(torch.uint8)
+    else:
+        generator = torch.Generator("cpu").manual_seed(1)
+        size = torch.int32 if dtype.itemsize == 4 else torch.int64
+        ends = torch.iinfo(size)
+        bits = torch.randint(ends.min, ends.max, (_AWKWARD,), dtype=size, generator=generator, device="cpu")
+    first = _finite(patterns(_edges(dtype).to(dtype)), dtype)
+    return Alphabet(torch.cat((_finite(bits, dtype), first)), first)
+
+
+def _finite(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Those of a dtype that stand for finite numbers."""
+    return bits[bits.view(dtype).double().isfinite()] if dtype.is_floating_point else bits
+
+
+def _edges(dtype: torch.dtype) -> torch.Tensor:
+    """Numbers where a dtype ends, at both sides of zero and far from it: small tensors have the first few."""
+    if not dtype.is_floating_point:
+        ends = torch.iinfo(dtype)
+        return torch.tensor([min(ends.max, (1 << 63) - 1), ends.min, 0, 1], dtype=torch.int64, device="cpu")
+    info = torch.finfo(dtype)
+    smallest = info.tiny * info.eps
+    sizes = [smallest, info.max, -0.0, -smallest, info.min, 1 / 3, info.tiny, 0.0, -info.tiny, 1 + info.eps]
+    return torch.tensor(sizes, dtype=torch.float64, device="cpu")
+
+
 class MadeUp:
     """A made-up checkpoint. All tensors of a dtype are the same memory, mapped to addresses of their own."""
 
-    def __init__(self, tensors: Iterable[CheckpointTensor]) -> None:
+    def __init__(
+        self, tensors: Iterable[CheckpointTensor], alphabet: Callable[[torch.dtype], Alphabet] = numbers
+    ) -> None:
         self.tensors = [*tensors]
+        self._alphabet = alphabet
         pages = min(1 << len(self.tensors).bit_length(), _MOST_PAGES)
         self._pages = {tensor.name: index * _STEP % pages for index, tensor in enumerate(self.tensors)}
         self._files: dict[torch.dtype, int] = {}
@@ -59,14 +118,17 @@ class MadeUp:
         nbytes += -nbytes % mmap.PAGESIZE
         self._files[dtype] = _file_in_memory()
         os.ftruncate(self._files[dtype], nbytes)
-        numbers = torch.frombuffer(mmap.mmap(self._files[dtype], nbytes), dtype=dtype)
-        alphabet = letters(8 if dtype.itemsize > 1 else 4, dtype)
-        bits = patterns(numbers)
+        self._numbers[dtype] = torch.frombuffer(mmap.mmap(self._files[dtype], nbytes), dtype=dtype)
+        alphabet, first = self._alphabet(dtype)
+        bits = patterns(self._numbers[dtype])
         period = alphabet[mixed(torch.arange(_PERIOD, device="cpu")) % alphabet.numel()]
         for low in range(0, bits.numel(), _PERIOD):
             part = bits[low : low + _PERIOD]
             part.copy_(period[: part.numel()])
-        self._numbers[dtype] = numbers
+        if number := first.numel():
+            pages = bits.view(-1, mmap.PAGESIZE // dtype.itemsize)[:_MOST_PAGES]
+            turns = torch.arange(pages.shape[0], device="cpu")[:, None] + torch.arange(number, device="cpu")
+            pages[:, :number] = first[turns % number]
 
     def __enter__(self) -> MadeUp:
         return self

@@ -3,8 +3,8 @@
     made-up tensors ──► the engine's own load, every operation of PyTorch watched ──► copies ──► pieces ──► compare
 
 One load is enough, of made-up tensors here, or the engine's own first one (`first_load`). What other operations than
-copies make of a checkpoint tensor is left to `numbering`, which loads numbers; so are elements that did not arrive
-where they were copied to, as when a loader has threads of its own.
+copies make of a checkpoint tensor is left to `numbering`, which loads numbers; so are elements that were read as Python
+numbers, and those that did not arrive where they were copied to, as when a loader has threads of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from ..weights.region import row_major
 from .copies import ElementCopy, Untraceable
-from .made_up import MadeUp
+from .made_up import Alphabet, MadeUp
 from .pieces import CheckpointTensor, Load, Piece, has_bits, reach
 
 _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}  # noqa: SLF001
@@ -143,9 +143,8 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
         self.failure: Exception | None = None
         self._memories: dict[int, _Memory] = {}  # by the address of their storage
         self.taken: dict[str, set[tuple[ElementCopy, torch.dtype]]] = {}  # what was copied of a tensor, to which dtypes
-        self.read: set[str] = set()  # tensors of which elements were read as Python numbers, and then lost sight of
-        self._number: tuple[float, torch.Tensor] | None = None  # the element that was just read as a Python number
-        self._written: set[str] = set()  # tensors of which such elements were written; Python may still have them
+        self.read: set[str] = set()  # tensors of which elements were read: anything may have been made of them
+        self._dtypes: dict[str, torch.dtype] = {}  # of tensors of the checkpoint
 
     def register(self, name: str, tensor: torch.Tensor) -> None:
         """A contiguous tensor of the checkpoint, which begins its storage."""
@@ -154,6 +153,7 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
         if tensor.numel():
             memory.add([_Arrived.of(name, ElementCopy.of(tuple(tensor.shape), 0, strides, 0, strides))])
         self._memories[_address(tensor)] = memory
+        self._dtypes[name] = tensor.dtype
 
     def memory(self, tensor: torch.Tensor) -> _Memory | None:
         """What the memory of a tensor has of the checkpoint."""
@@ -161,21 +161,13 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
 
     def read_unseen(self, tensor: torch.Tensor) -> None:
         """What becomes of the elements of a tensor cannot be seen from now on."""
-        self.read |= self._names(tensor)
-
-    def _names(self, tensor: torch.Tensor) -> set[str]:
-        """The tensors of the checkpoint of which the memory of a tensor has something."""
-        memory = self.memory(tensor)
-        return set() if memory is None else memory.names
-
-    def finish(self) -> None:
-        """No more operations follow."""
-        self._lose_number()
+        if (memory := self.memory(tensor)) is not None:
+            self.read |= memory.names
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func in _VIEWS and not types and self._number is None:
+        if func in _VIEWS and not types:
             return out
         try:
             self._note(func, args, kwargs, out)
@@ -187,7 +179,6 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
         if func in _CONSTANTS:
             self._fill(args[0], args[1] if len(args) > 1 else None)
             return
-        self._lose_number()
         name = func._schema.name.partition("::")[2]  # noqa: SLF001
         if func in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Tensor):
             if isinstance(args[1], torch.Tensor):
@@ -211,8 +202,6 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
         elif name in _FILLED:
             self._make(_tensors(out), args)
             self._fill(out, _FILLED[name])
-        elif func is torch.ops.aten._local_scalar_dense.default:  # noqa: SLF001
-            self._number = out, args[0]
         else:
             self._mix(func, args, kwargs, out)
 
@@ -235,27 +224,11 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
                 start += tensor.shape[axis]
 
     def _fill(self, tensor: torch.Tensor, value: Any) -> None:
-        """The one element that was just read as a number, or a constant, which may be made of numbers from before."""
-        number = self._number
-        if number is not None and tensor.numel() == 1 and value == number[0] and not _is_own_square(value):
-            self._number = None
-            self._written |= self._names(number[1])
-            self._write(tensor, number[1].reshape(tensor.shape))
-            return
-        self._lose_number()
-        if value:
-            self.read |= self._written
-            self._written = set()
+        """A constant. If it was made of a number that was read, the tensor of this is lost sight of already."""
         self._write(tensor, None)
         if (memory := self.memory(tensor)) is not None and tensor.numel():
             with contextlib.suppress(Untraceable):
                 memory.fills.append(Fill(_copy(tensor, tensor), 0 if value is None else value))
-
-    def _lose_number(self) -> None:
-        """What becomes of a number that was read is not known."""
-        if self._number is not None:
-            self.read_unseen(self._number[1])
-            self._number = None
 
     def _mix(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Any other operation: it makes something unclear of what it reads."""
@@ -291,7 +264,7 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
         unclear = set(known.unclear)
         try:
             copy = _copy(tensor, tensor if source is None else source)
-            arrived = [] if source is None else known.read(copy, source.element_size())
+            arrived = [] if source is None else self._arrived(known, copy, tensor, source)
             memory.overwrite(copy, tensor)
         except Untraceable:
             memory.blur()
@@ -304,6 +277,17 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
                 if is_copy and source is not None and known.is_checkpoint:
                     self._tell_of_copy(name, part, tensor, source)
 
+    def _arrived(self, known: _Memory, copy: ElementCopy, tensor: torch.Tensor, source: torch.Tensor) -> list[_Arrived]:
+        """What a tensor gets of the checkpoint by a copy from a source, of whose memory this is known.
+
+        Raises:
+            Untraceable: it may have been rounded on the way, since it comes from a dtype that does not have all of it.
+        """
+        arrived = known.read(copy, source.element_size())
+        if source.dtype != tensor.dtype and not all(_holds_all(source.dtype, self._dtypes[a.name]) for a in arrived):
+            raise Untraceable
+        return arrived
+
     def _tell_of_copy(self, name: str, copy: ElementCopy, tensor: torch.Tensor, source: torch.Tensor) -> None:
         if self._on_copy is None or self.failure is not None or not _keeps_bits(tensor, source):
             return
@@ -311,9 +295,23 @@ class LoadWatch(TorchDispatchMode):  # type: ignore[misc]  # PyTorch has no type
             self._on_copy(name, copy, tensor, source)
 
 
-def _is_own_square(number: Any) -> bool:
-    """Whether a number is its own square or reciprocal: then that may have been written."""
-    return not isinstance(number, bool) and abs(number) in (0, 1, math.inf)
+def _holds_all(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether a dtype has all numbers of another one, so that a cast to it loses nothing.
+
+    Example:
+        >>> _holds_all(torch.float32, torch.bfloat16), _holds_all(torch.float16, torch.bfloat16)
+        (True, False)
+    """
+    if dtype == other:
+        return True
+    if dtype.is_floating_point and other.is_floating_point:
+        wide, narrow = torch.finfo(dtype), torch.finfo(other)
+        is_wide = wide.max >= narrow.max and wide.tiny * wide.eps <= narrow.tiny * narrow.eps
+        return is_wide and wide.eps <= narrow.eps
+    with contextlib.suppress(RuntimeError):  # of two dtypes that PyTorch does not compute with
+        whole = not dtype.is_floating_point and not other.is_floating_point
+        return whole and torch.promote_types(dtype, other) == dtype
+    return False
 
 
 def _replaces(copy: ElementCopy, place: ElementCopy) -> bool:
@@ -379,7 +377,6 @@ def watch_pieces(
         watch = LoadWatch()
         with watch:
             load(made_up.load(watch.register))
-        watch.finish()
         if watch.failure is not None:
             return [], {tensor.name for tensor in made_up.tensors}
         pieces, unclear = arrived_pieces(watch, {tensor.name: tensor for tensor in made_up.tensors}, live)
@@ -426,3 +423,16 @@ def _wrong(pieces: Iterable[Piece], live: Mapping[str, torch.Tensor], made_up: M
         expected = sources[view.device](tensors[piece.tensor])[piece.region.slices]
         if not has_bits(view, expected.to(view.dtype)):
             yield piece
+
+
+def computed_pieces(
+    tensors: Iterable[CheckpointTensor],
+    pieces: Iterable[Piece],
+    live: Mapping[str, torch.Tensor],
+    load: Load,
+    alphabet: Callable[[torch.dtype], Alphabet],
+) -> list[Piece]:
+    """Let the engine load tensors of an alphabet, and tell which pieces then have other bits: these are no copies."""
+    with MadeUp(tensors, alphabet) as made_up:
+        load(made_up.load(lambda *_: None))
+        return [*_wrong(pieces, live, made_up)]

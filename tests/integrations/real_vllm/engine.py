@@ -110,7 +110,14 @@ class Trainer:
 
         self.llm, self.weights, self.seed = llm, weights, 0
         info = SparserlTrainerInitInfo(rank=0, url=url, profile=profile, publisher={"ladder": None}, worker=worker)
-        self.engine = SparserlTrainer.trainer_init(info, client=OfflineClient(llm), source=weights)
+        self._start = lambda: SparserlTrainer.trainer_init(info, client=OfflineClient(llm), source=weights)
+        self.engine = self._start()
+
+    def restart(self):
+        """Another process in its place goes on with the run, by a version with the same weights."""
+        self.engine.shutdown()
+        self.engine = self._start()
+        self.seed += 1
 
     def publish(self):
         from .models import step

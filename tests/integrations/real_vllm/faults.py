@@ -52,6 +52,7 @@ def one_rank(trainer, run):
     out |= poked(trainer, 0)
     llm.collective_rpc(poke)
     out["audited"] = attempt(lambda: engine.commit(int(llm.get_weight_version().rpartition(":")[2]), audit=True))
+    out["audited version"] = llm.get_weight_version()
     trainer.sync()
 
     version = trainer.publish()
@@ -61,12 +62,43 @@ def one_rank(trainer, run):
     out["replaced left as it was"] = held(llm) == before
     llm.collective_rpc(put_back)
     engine.commit(version, audit=True)
+
+    out["another run"] = attempt(lambda: engine._updates.commit(version - 1, "0" * 16))
+    out["another run's version"] = llm.get_weight_version()
+    llm.start_weight_update()  # by a trainer that ends then
+    trainer.restart()
     return out
 
 
 def one_of_two(trainer):
-    """Of two ranks, the weights of one are written by something else."""
-    return poked(trainer, 1)
+    """Of two ranks, the weights of one are written by something else; trainers end after that, or ask for nonsense."""
+    out = poked(trainer, 1)
+    trainer.weights[NORM][3] += 0.25
+    version = trainer.publish()
+    trainer.llm.collective_rpc(poke, args=(1,))
+    out["refused"] = attempt(lambda: trainer.engine.commit(version))
+    trainer.restart()
+    info = {"init_info": {"url": "file:///nowhere", "ahaed": False}}
+    out["unknown option"] = attempt(lambda: trainer.llm.init_weight_transfer_engine(info))
+    trainer.sync()
+    trainer.llm.collective_rpc(lose_store)
+    out["no store"] = attempt(trainer.engine.follow)
+    out["no store then"] = attempt(trainer.sync)
+    trainer.llm.collective_rpc(lose_store, args=(False,))
+    trainer.restart()
+    return out
+
+
+def lose_store(worker, is_lost=True):
+    """Rank 0 can open no store, or can again."""
+    from sparserl.session.store import subscriber
+    from sparserl.transport.stores.opening import open_store
+
+    def fail(*_, **__):
+        raise OSError("no credentials on this host")
+
+    if worker.rank == 0:
+        subscriber.open_store = fail if is_lost else open_store
 
 
 def poked(trainer, rank, tensor=NORM, live_name=NORM, is_drafter=False):

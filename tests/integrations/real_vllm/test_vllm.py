@@ -359,8 +359,7 @@ def test_adapters(seen, ranks):
     assert re.findall(r"vLLM has loaded no adapter \d+", found["log"]) == ["vLLM has loaded no adapter 7"]
     assert tokens(found["from the copy"]) == tokens(found["from the run"]) == tokens(found["generations"][4])
     assert tokens(found["generations"][-1]) == tokens(fresh["generations"])
-    told_apart = {json.dumps(one) for one in (found["base"], *found["generations"])}
-    assert len(told_apart) == 1 + len(found["generations"]) == 8
+    assert len({json.dumps(one) for one in (found["base"], *found["generations"])}) == 8
     for before, after, expected in zip(found["before"], found["after"], fresh["after"], strict=True):
         assert after["slot"] == expected["slot"] != before["slot"]
         assert after["copy"] == expected["copy"] != before["copy"]
@@ -378,7 +377,10 @@ def test_faults(seen):
     assert "ChecksumMismatch" in found["audited"]
     assert "'model.norm.weight' has moved since" in found["replaced"]
     assert found["replaced left as it was"]
-    assert found["first"] == 5
+    assert found["audited version"] == "default"
+    assert "the engine follows run" in found["another run"]
+    assert found["another run's version"].rpartition(":")[2] == "5"
+    assert found["first"] == 6
 
 
 def test_one_rank_of_two_fails(seen):
@@ -387,6 +389,10 @@ def test_one_rank_of_two_fails(seen):
     assert "was not committed" in found["poked"]
     assert found["poked left as it was"]
     assert found["recovered"] is None
+    assert "nothing was written" in found["refused"]
+    assert "'ahaed'" in found["unknown option"]
+    assert "no credentials" in found["no store"]
+    assert "call init_weight_transfer_engine first" in found["no store then"]
     assert found["killed"] is not None
     assert "EngineDeadError" in found["serve"]
 

@@ -81,7 +81,7 @@ def test_the_plugin_registers_both_sides_and_loads_no_kernels(tmp_path: Path, ha
     )
     assert program.returncode == 0, program.stderr
     registered, methods, loaded = program.stdout.splitlines()
-    assert methods == "['sparserl_sums', 'sparserl_version']"
+    assert methods == "['sparserl_end_update', 'sparserl_sums', 'sparserl_version']"
     engine = "{'sparserl': ('sparserl.integrations.vllm', 'SparserlEngine')}"
     trainer = " {'sparserl': ('sparserl.integrations.vllm_trainer', 'SparserlTrainer')}"
     assert registered == engine + trainer * has_trainers

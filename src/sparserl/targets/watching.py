@@ -305,7 +305,8 @@ def _holds_all(dtype: torch.dtype, other: torch.dtype) -> bool:
     if dtype == other:
         return True
     if dtype.is_floating_point and other.is_floating_point:
-        wide, narrow = torch.finfo(dtype), torch.finfo(other)
+        wide = torch.finfo(dtype)
+        narrow = torch.finfo(other)
         is_wide = wide.max >= narrow.max and wide.tiny * wide.eps <= narrow.tiny * narrow.eps
         return is_wide and wide.eps <= narrow.eps
     with contextlib.suppress(RuntimeError):  # of two dtypes that PyTorch does not compute with

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from .engine_server import require_address
 _log = logging.getLogger(__name__)
 VERSION = "sparserl_version"  # the method of workers that tells which version they have
 END_UPDATE = "sparserl_end_update"  # the method of workers that ends an update which is open, if any is
+_STOCK_SECONDS = 20.0  # that workers have for their answers after a failed update
 _NO_VERSION = "default"  # what vLLM calls weights as it has loaded them
 
 
@@ -60,10 +62,11 @@ class WeightUpdates:
         """After a failed update, which may have written weights: what workers have now, if they still answer."""
         if self._ask is None or self._tell is None:
             return
-        version = self._common_version()
-        self._tell(_NO_VERSION if version is None else version)
-        if (reset := getattr(self._client, "reset_caches", None)) is not None:
-            reset()
+        with contextlib.suppress(Exception):  # the error of the update is raised
+            version = self._common_version()
+            self._tell(_NO_VERSION if version is None else version)
+            if (reset := getattr(self._client, "reset_caches", None)) is not None:
+                reset()
 
     def _common_version(self) -> str | None:
         """The version that all workers have; None if they have none, or different ones."""
@@ -82,8 +85,10 @@ class WeightUpdates:
             try:
                 self._client.update_weights({"version": version, "run": run, "audit": audit})
             except Exception:
-                with contextlib.suppress(Exception):
-                    self._take_stock()
+                # On a thread that may be left behind: of an engine that has just died, vLLM waits for answers for ever.
+                stock = threading.Thread(target=self._take_stock, name="sparserl-stock", daemon=True)
+                stock.start()
+                stock.join(_STOCK_SECONDS)
                 raise
             self._client.finish_weight_update(weight_version(run, version))
             self._open = False

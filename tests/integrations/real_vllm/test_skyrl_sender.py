@@ -119,8 +119,8 @@ def test_a_round(sending: Any, server: Server) -> None:
             assert server.paths()[:3] == COMMIT
             assert calls[1][1]["update_info"]["version"] == version
             assert calls[2][1]["weight_version"].endswith(f":{version}")
-            resets = ["reset_prefix_cache?reset_running_requests=true&reset_external=true"] if version == 2 else []
-            assert [path for path, _ in calls[3:]] == resets
+            resets = ["reset_prefix_cache?reset_running_requests=true&reset_external=true", "reset_encoder_cache"]
+            assert [path for path, _ in calls[3:]] == (resets if version == 2 else [])
             subscriber.sync()
             for name, tensor in sending.model.state_dict().items():
                 assert torch.equal(held[name], tensor.to(torch.bfloat16))

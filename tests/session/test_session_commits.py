@@ -257,17 +257,23 @@ def test_other_writers_are_found_out(url):
     assert bits(mine) == bits(policy.weights)
 
 
-@pytest.mark.parametrize("is_found_by", ["audit", "identity"])
-def test_what_was_staged_on_bits_that_others_wrote_to(url, is_found_by):
-    """It would change right elements of wrong weights: who looks at the bits before the commit forgets it."""
+def one_behind(url, **hooks):
+    """A policy, a subscriber that holds the version before its newest, and the weights of this subscriber."""
     policy = Policy()
     publisher = Publisher(url, policy.weights)
     publisher.publish()
     mine = policy.empty()
-    subscriber = Subscriber(url, mine)
+    subscriber = Subscriber(url, mine, **hooks)
     subscriber.sync()
     policy.step()
     publisher.publish()
+    return policy, subscriber, mine
+
+
+@pytest.mark.parametrize("is_found_by", ["audit", "identity"])
+def test_what_was_staged_on_bits_that_others_wrote_to(url, is_found_by):
+    """It would change right elements of wrong weights: who looks at the bits before the commit forgets it."""
+    policy, subscriber, mine = one_behind(url)
     subscriber.stage()
     mine["router"][0, 0] += 1
     if is_found_by == "audit":
@@ -286,10 +292,6 @@ def test_what_was_staged_on_bits_that_others_wrote_to(url, is_found_by):
 @pytest.mark.parametrize("hook", ["audit", "discard", "stage"])
 def test_a_hook_that_forgets_what_was_staged(url, hook):
     """It is not committed then; the engine goes on, and the next commit is right."""
-    policy = Policy()
-    publisher = Publisher(url, policy.weights)
-    publisher.publish()
-    mine = policy.empty()
     calls = []
 
     def before():
@@ -298,10 +300,7 @@ def test_a_hook_that_forgets_what_was_staged(url, hook):
             with contextlib.suppress(ChecksumMismatch):
                 getattr(subscriber, hook)()
 
-    subscriber = Subscriber(url, mine, before=before, after=lambda: calls.append("after"))
-    subscriber.sync()
-    policy.step()
-    publisher.publish()
+    policy, subscriber, mine = one_behind(url, before=before, after=lambda: calls.append("after"))
     subscriber.stage()
     mine["router"][0, 0] += 1 if hook == "audit" else 0
     with pytest.raises(SessionError, match="what was staged is forgotten"):
@@ -313,14 +312,7 @@ def test_a_hook_that_forgets_what_was_staged(url, hook):
 
 def test_what_was_staged_on_the_bits_that_are_there(url):
     """Looking at them changes nothing."""
-    policy = Policy()
-    publisher = Publisher(url, policy.weights)
-    publisher.publish()
-    mine = policy.empty()
-    subscriber = Subscriber(url, mine)
-    subscriber.sync()
-    policy.step()
-    publisher.publish()
+    policy, subscriber, mine = one_behind(url)
     subscriber.stage()
     subscriber.audit()
     subscriber._is_uncertain = True

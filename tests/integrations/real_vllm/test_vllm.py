@@ -234,8 +234,7 @@ def test_arrangements(seen, way):
     assert len(found["live"]) == ranks
     assert max(patch["by rank"]) < patch["all"] * (0.4 if ranks == 4 else 0.6)  # besides its own, what several have
     assert (patch["profiles"] == ["ctx"]) == ("classes" in way)
-    assert found["live"] == found["fresh"]["live"]
-    assert found["live"] != found["live before"]
+    assert found["fresh"]["live"] == found["live"] != found["live before"]
     assert tokens(found["generations"][-1]) == tokens(found["fresh"]["generations"])
     assert (found["generations"][-1] == found["before"]) == (way == "experts")  # which do not generate
 
@@ -359,7 +358,8 @@ def test_adapters(seen, ranks):
     assert re.findall(r"vLLM has loaded no adapter \d+", found["log"]) == ["vLLM has loaded no adapter 7"]
     assert tokens(found["from the copy"]) == tokens(found["from the run"]) == tokens(found["generations"][4])
     assert tokens(found["generations"][-1]) == tokens(fresh["generations"])
-    assert len({json.dumps(one) for one in (found["base"], *found["generations"])}) == 8
+    told_apart = [found["base"], *found["generations"]]
+    assert len({json.dumps(one) for one in told_apart}) == len(told_apart) == 8
     for before, after, expected in zip(found["before"], found["after"], fresh["after"], strict=True):
         assert after["slot"] == expected["slot"] != before["slot"]
         assert after["copy"] == expected["copy"] != before["copy"]

@@ -13,6 +13,7 @@ TITAN := .venv-torchtitan
 SGLANG := .venv-sglang
 VLLM_TESTS := tests/integrations/real_vllm
 VERL_TESTS := tests/integrations/real_verl
+ZERO3_TESTS := tests/sources/test_flat_shards.py::test_zero3 tests/sources/test_lora_sharded.py::test_zero3
 DEVICE_TESTS := tests/patch/gpu tests/patch/test_torch_writes.py tests/session/test_group_cuda.py tests/sources/gpu tests/integrations/gpu tests/cli/test_doctor_gpu.py
 VLLM_NUMBA := NUMBA_CACHE_DIR=$(abspath $(VLLM))/numba
 BIN := $(VENV)/bin
@@ -196,8 +197,8 @@ $(OPENRLHF)/.installed: $(VLLM)/.installed Makefile
 	DS_BUILD_OPS=0 $(OPENRLHF)/bin/python -m pip install --quiet --no-deps accelerate deepspeed==0.19.6 hjson msgpack peft
 	touch $@
 
-test-openrlhf: $(OPENRLHF)/.installed  ## OpenRLHF's trainer with DeepSpeed, and its engines on Ray, on the CPU
-	$(VLLM_NUMBA) $(OPENRLHF)/bin/python -m pytest tests/integrations/test_openrlhf.py
+test-openrlhf: $(OPENRLHF)/.installed  ## DeepSpeed's ZeRO-3, OpenRLHF's trainer with it, and its engines on Ray, on the CPU
+	$(VLLM_NUMBA) $(OPENRLHF)/bin/python -m pytest tests/integrations/test_openrlhf.py $(ZERO3_TESTS)
 
 $(VERL)/.installed: $(STAMP) $(VLLM)/.installed Makefile  # beside what both have; the wheel's own `tests` would hide ours
 	test -x $(VERL)/bin/python || $(BIN)/python -m venv $(VERL)

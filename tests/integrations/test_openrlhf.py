@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +24,7 @@ from sparserl.errors import SessionError, SparserlError
 from tests.integrations.absent import leave_out
 from tests.integrations.wheels import ROOT, calls, definition, parameters, wheel
 from tests.session.ranks import port, ranks, results
+from tests.sources import zero3_engine
 
 VERSION = "0.11.2"
 PAGE = ROOT / "docs/how-to/integrations/openrlhf.md"
@@ -224,26 +224,14 @@ def _engine_on(model: str):
 
 def _zero3(rank, group, pipe, checkout: str, folder: str, model_path: str, at: int, with_vllm: bool):
     """Two ranks of DeepSpeed's ZeRO-3 train, and broadcast."""
-    os.environ |= {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(at)}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
-    warnings.simplefilter("ignore")
-    import deepspeed
     import transformers
 
     args = arguments(f"file://{folder}/run")
-    deepspeed.init_distributed("gloo")
+    zero3_engine.join(rank, at)
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
     whole = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
     engines = [Engine(whole)] if not with_vllm else _started_engines(checkout, model_path) if rank == 0 else []
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 50},
-        "bf16": {"enabled": True},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine = zero3_engine.engine_of(model, 1e-3)
     trainer = trainer_of(checkout, args, engine.module, engines)
     at_first = _hashes(engines[0]) if with_vllm and rank == 0 else None
     for step in range(3):
@@ -251,8 +239,7 @@ def _zero3(rank, group, pipe, checkout: str, folder: str, model_path: str, at: i
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
         trainer.broadcast_to_vllm()
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        gathered = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    gathered = zero3_engine.whole_weights(model)
     if rank > 0:
         return True
     if with_vllm:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ import pytest
 import sparserl
 from sparserl.errors import UnsupportedTensor
 from tests.session.ranks import port, ranks, results
+from tests.sources import zero3_engine
 from tests.sources.test_fsdp import Policy
 
 torch = pytest.importorskip("torch")
@@ -118,35 +118,19 @@ def test_fsdp1(tmp_path, strategy, tracked):
 
 def zero3(rank, group, pipe, folder, at):
     """A real engine of DeepSpeed, whose parameters are empty between steps."""
-    os.environ |= {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(at)}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
-    warnings.simplefilter("ignore")
-    import deepspeed
-
-    deepspeed.init_distributed("gloo")
+    zero3_engine.join(rank, at)
     torch.manual_seed(0)
     model = Policy()
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 50},
-        "bf16": {"enabled": True},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine = zero3_engine.engine_of(model, 1e-2)
 
     def step():
         engine.backward(engine(torch.arange(13)).square().mean())
         engine.step()
 
-    def gathered():
-        with deepspeed.zero.GatheredParameters(list(model.parameters())):
-            return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
     with pytest.raises(UnsupportedTensor, match=r"sharded by DeepSpeed ZeRO-3.*sources\.fsdp"):
         sparserl.sources.module(model).weights()
-    return publish(rank, group, sparserl.sources.fsdp(model), f"{folder}/run", step, gathered)
+    source = sparserl.sources.fsdp(model)
+    return publish(rank, group, source, f"{folder}/run", step, lambda: zero3_engine.whole_weights(model))
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 import sparserl
 from sparserl.errors import UnsupportedTensor
 from tests.session.ranks import port, ranks, results
+from tests.sources import zero3_engine
 from tests.sources.test_flat_shards import publish
 
 torch = pytest.importorskip("torch")
@@ -71,30 +71,16 @@ def fsdp2(rank, group, pipe, folder):
 
 def zero3(rank, group, pipe, folder, at):
     """An adapter in a real engine of DeepSpeed."""
-    os.environ |= {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(at)}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
-    warnings.simplefilter("ignore")
-    import deepspeed
-
-    deepspeed.init_distributed("gloo")
+    zero3_engine.join(rank, at)
     model = adapted()
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "bf16": {"enabled": True},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine = zero3_engine.engine_of(model, 1e-2, persistence_threshold=0)
 
     def step():
         engine.backward(engine(input_ids=TOKENS, labels=TOKENS).loss)
         engine.step()
 
     def gathered():
-        with deepspeed.zero.GatheredParameters(list(model.parameters())):
-            return {name: tensor.clone() for name, tensor in peft.get_peft_model_state_dict(model).items()}
+        return peft.get_peft_model_state_dict(model, state_dict=zero3_engine.whole_weights(model))
 
     refused(model)
     return publish(rank, group, sparserl.sources.lora(model), f"{folder}/run", step, gathered)

@@ -33,6 +33,8 @@ class Memory(NamedTuple):
 
     def view(self) -> UIntArray:
         """The tensor as an array of unsigned integers that shares its memory."""
+        if 0 in self.shape:  # PyTorch says that it lies at address 0, which NumPy before 2.4 refuses
+            return np.empty(self.shape, self.dtype.uint)
         width = self.dtype.width
         strides = row_major(self.shape) if self.strides is None else self.strides
         interface = {

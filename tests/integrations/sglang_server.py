@@ -77,6 +77,12 @@ def checkpoint(version: int = 0) -> dict[str, torch.Tensor]:
     return out
 
 
+def changed_element(name: str, version: int) -> tuple[int, ...]:
+    """An element that a version changes, by its place on the second of two ranks, which has the last columns."""
+    changes = checkpoint(version)[name] != checkpoint(version - 1)[name]
+    return tuple(changes.chunk(2, dim=1)[1].nonzero()[0].tolist())
+
+
 class Model(torch.nn.Module):
     """One rank of a model: query heads, inner and vocabulary rows are split, the one key-value head is on all ranks."""
 

@@ -33,6 +33,7 @@ from tests.integrations.sglang_server import (
     Scaled,
     Tied,
     bits,
+    changed_element,
     checkpoint,
     control,
     expected,
@@ -200,7 +201,8 @@ def test_what_fails(sglang, tmp_path):
             fresh.load_weights(checkpoint(1).items())
             assert torch.equal(fresh.made, made)
 
-        server.ask("spoil", ("model.layers.0.mlp.down_proj.weight", (0, 1)), only=1)  # which version 2 changes
+        name = "model.layers.0.mlp.down_proj.weight"
+        server.ask("spoil", (name, changed_element(name, 2)), only=1)
         spoilt = held(server)
         trainer.publish(2)
         with pytest.raises(SessionError, match="failed: ChecksumMismatch"):

@@ -25,7 +25,7 @@ from sparserl.session.store.retention import read_head
 from sparserl.session.store.signing import keygen
 from sparserl.transport.stores.opening import open_store
 from tests.integrations import miles_checkout, slime_checkout, slime_trainer
-from tests.integrations.sglang_server import expected, running
+from tests.integrations.sglang_server import changed_element, expected, running
 from tests.integrations.wheels import ROOT, wheel
 from tests.session.ranks import port, ranks, results
 
@@ -116,7 +116,8 @@ def test_engines_follow_a_trainer(folder):
             megatron.update(2, server, late)
         require_version(server, 2)
 
-        server.ask("spoil", ("model.layers.0.mlp.down_proj.weight", (0, 3)), only=1)  # which version 3 changes
+        name = "model.layers.0.mlp.down_proj.weight"
+        server.ask("spoil", (name, changed_element(name, 3)), only=1)
         with pytest.raises(SessionError, match=r"still has the weights that it had before: failed: ChecksumMismatch"):
             megatron.update(3, server)
         assert server.version == "3"

@@ -131,7 +131,7 @@ def report(name: str, wrong: str | None, began: float) -> bool:
 def work(folder: Path, mutants: list[Mutant], green: bool) -> bool:
     """The tests without a mutant, if it is not known that they pass, then each mutant. True if all were noticed."""
     skip = shutil.ignore_patterns("data", ".hypothesis")  # bytecode and compiled kernels come along
-    for part in ("src", "tests"):
+    for part in ("src", "tests", "docs", "examples"):  # tests read pages, and files beside them
         shutil.copytree(ROOT / part, folder / part, ignore=skip)
     shutil.copy2(ROOT / "pyproject.toml", folder)
     with closing(Pytest(folder)) as pytest:

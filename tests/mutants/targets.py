@@ -17,7 +17,7 @@ MUTANTS = (
         "targets/pieces.py",
         "_SMALLEST = 2.0**-4",
         "_SMALLEST = 2.0**8",
-        Tests("targets/test_numbering.py", "scale_of_which"),
+        Tests("targets/test_numbering.py", "not_what_is_computed"),
     ),
     Mutant(
         "what was read as a number is still a copy",

@@ -160,6 +160,16 @@ def test_a_scale_of_which_something_is_computed(way, dtype, value):
         engine_layout.find_pieces(specs(live, (1,), dtype), live, load, lambda _: load([("layers.0.scale", scale)]))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("way", [way for way in COMPUTED if "number" not in way])  # which is of one element alone
+def test_digits_are_not_what_is_computed_of_them(way, dtype):
+    """Numbers that stand for digits show by themselves what is computed, before awkward bits are loaded."""
+    tensors = specs(["layers.0.w"], dtype=dtype)
+    live = {"layers.0.w": torch.zeros(SHAPE, dtype=dtype)}
+    with pytest.raises(UnsupportedTensor, match=r"'layers\.0\.w' is not a copy"):
+        number_pieces(tensors, live, lambda some: COMPUTED[way](live["layers.0.w"], dict(some)["layers.0.w"]))
+
+
 @pytest.mark.parametrize("largest", [torch.maximum, torch.minimum])
 def test_the_larger_of_two_scales(largest):
     """It is no copy of either, also of two that have the same mixed digits."""

@@ -55,24 +55,24 @@ class WeightUpdates:
             version = self._common_version()
         except Exception as error:  # noqa: BLE001  # of any client; what matters is done
             _log.warning("the engine has no version until the first commit: its workers do not tell theirs: %r", error)
-            version = None
-        self._tell(_NO_VERSION if version is None else version)
+            version = _NO_VERSION
+        self._tell(version)
 
     def _take_stock(self) -> None:
         """After a failed update, which may have written weights: what workers have now, if they still answer."""
         if self._ask is None or self._tell is None:
             return
         with contextlib.suppress(Exception):  # the error of the update is raised
-            version = self._common_version()
-            self._tell(_NO_VERSION if version is None else version)
+            self._tell(self._common_version())
             if (reset := getattr(self._client, "reset_caches", None)) is not None:
                 reset()
 
-    def _common_version(self) -> str | None:
-        """The version that all workers have; None if they have none, or different ones."""
+    def _common_version(self) -> str:
+        """What to call the weights: the version that all workers have, if they have one."""
         assert self._ask is not None
         versions = {answer["version"] for answer in self._ask(VERSION)}
-        return versions.pop() if len(versions) == 1 else None
+        version = versions.pop() if len(versions) == 1 else None
+        return _NO_VERSION if version is None else version
 
     def commit(self, version: int, run: str | None = None, *, audit: bool = False) -> None:
         """Let all workers commit a version. If one fails, this raises, and the engine is told what all of them have."""

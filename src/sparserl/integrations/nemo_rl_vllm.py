@@ -22,7 +22,7 @@ from ..session.store.signing import PublicKeys
 from ..targets.engine import EngineTarget
 from ..targets.pieces import parts_of
 from .checkpoint_engine import AwaitedVersion
-from .ranks import EngineSubscriber, gather_over, make_subscriber, on_all_ranks
+from .ranks import EngineSubscriber, gather_over, make_subscriber, on_all_ranks, together
 from .vllm import raise_on_last_rank, synchronize
 from .vllm_layout import LoadedModel, tied_names, without_warnings
 from .vllm_workers import workers
@@ -103,9 +103,8 @@ class LiveReceiver:
         if self._subscriber is not None:
             self._subscriber.close()
             self._subscriber = None
-        targets: list[EngineTarget] = []
-        on_all_ranks(lambda: targets.append(self._learn(receive_whole())), self._gather)
-        self._subscriber = make_subscriber(self._url, targets[0], self._world, **self._options)
+        target = together(lambda: self._learn(receive_whole()), self._gather)
+        self._subscriber = make_subscriber(self._url, target, self._world, **self._options)
 
     def _learn(self, tensors: dict[str, torch.Tensor]) -> EngineTarget:
         """Load a version, and find out where it is in the model; its weights are then those of the version."""

@@ -260,6 +260,13 @@ def on_all_ranks(work: Callable[[], T], gather: Gather) -> list[T]:
     return [result for result, _ in answers]
 
 
+def together(work: Callable[[], T], gather: Gather) -> T:
+    """Do some work on every rank, and return what it gives on this one; if it fails on any rank, all raise."""
+    results: list[T] = []
+    on_all_ranks(lambda: results.append(work()), gather)
+    return results[0]
+
+
 def _moved(ranks: Mapping[int, Mapping[Members, MovedSums]], before: Digest) -> Digest | None:
     """The digest that a version has on all ranks; None if ranks do not agree on parts that they share."""
     total = before
@@ -276,11 +283,7 @@ def _moved(ranks: Mapping[int, Mapping[Members, MovedSums]], before: Digest) -> 
 def make_subscriber(url: str, target: EngineTarget, group: Any, **options: Any) -> EngineSubscriber:
     """On all ranks of a group of vLLM or SGLang at once: a subscriber of each; if one cannot be made, none is."""
     gather = gather_over(group)
-    subscribers: list[EngineSubscriber] = []
-    on_all_ranks(
-        lambda: subscribers.append(EngineSubscriber(url, target, group.rank_in_group, gather, **options)), gather
-    )
-    return subscribers[0]
+    return together(lambda: EngineSubscriber(url, target, group.rank_in_group, gather, **options), gather)
 
 
 def gather_over(group: Any) -> Gather:

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from os import PathLike, fspath
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -40,11 +40,10 @@ from ..targets.rank_sums import checkpoint_tensors, rank_sums
 from ..transport.stores.opening import open_store
 from ..weights.engine_sums import EngineSums, RankSums
 from ..weights.table import TensorTable
-from .ranks import EngineSubscriber, gather_over
+from .ranks import EngineSubscriber, gather_over, make_subscriber, together
 from .sglang_plugin import LOADER
 from .sglang_server import SGLangServer
 
-T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]
 
 MODES = ("retract", "abort", "in_place")
@@ -105,10 +104,9 @@ class _RankFollower:
     def __init__(self, model: torch.nn.Module) -> None:
         from sglang.srt.distributed import get_tp_group
 
-        group = get_tp_group()
+        self._group = get_tp_group()
         self._model: Any = weakref.proxy(model)
-        self._rank = group.rank_in_group
-        self._gather = gather_over(group)
+        self._gather = gather_over(self._group)
         self._pieces: list[Piece] = []
         self._layout: dict[str, Any] = {}
         self._known: tuple[Any, list[Piece], dict[str, str]] | None = None  # of models that follow no run
@@ -124,7 +122,7 @@ class _RankFollower:
             if self._subscriber is None or store != self._store_options:
                 self._subscriber = self._follow(**store)
                 self._store_options = store
-            self._on_all_ranks(self._require_layout)
+            together(self._require_layout, self._gather)
             _synchronize()  # steps that have begun still read the weights
             self.is_stale |= self._subscriber.commit_version(version) is not None
             if self.is_stale:
@@ -147,7 +145,7 @@ class _RankFollower:
         failures = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
         if failures:
             return json.dumps({"error": failures[0]})
-        if self._rank > 0:
+        if self._group.rank_in_group > 0:
             return "{}"
         table = parse_layout(layout.encode(), "the table")
         return json.dumps(EngineSums.combine(table, map(RankSums.of, answers)).record(table))
@@ -188,13 +186,11 @@ class _RankFollower:
             self._subscriber.close()
             self._subscriber = None
         if not self._pieces:
-            self._pieces = self._on_all_ranks(lambda: self._learn(url, trusted_keys, options["token"]))
+            self._pieces = together(lambda: self._learn(url, trusted_keys, options["token"]), self._gather)
             self._layout = _layout(self._model)
         tied = tied_names(self._model, [piece.tensor for piece in self._pieces])
         target = EngineTarget(self._pieces, lambda: tensors_of(self._model), tied)
-        return self._on_all_ranks(
-            lambda: EngineSubscriber(url, target, self._rank, self._gather, trusted_keys=trusted_keys, **options)
-        )
+        return make_subscriber(url, target, self._group, trusted_keys=trusted_keys, **options)
 
     def _learn(self, url: str, trusted_keys: PublicKeys | None, token: str | None) -> list[Piece]:
         with closing(open_store(url, token=token)) as store:
@@ -206,18 +202,6 @@ class _RankFollower:
             raise UnsupportedTensor(
                 "the model's tensors have another layout than at the first update; restart the server"
             )
-
-    def _on_all_ranks(self, work: Callable[[], T]) -> T:
-        """Do some work; if it fails on any rank, all raise."""
-        try:
-            result = work()
-        except Exception as error:
-            self._gather(f"{type(error).__name__}: {error}")
-            raise
-        for rank, failure in enumerate(self._gather(None)):
-            if failure is not None:
-                raise SessionError(f"rank {rank} of the engine: {failure}")
-        return result
 
 
 def _stage_ahead(follower: Callable[[], _RankFollower | None]) -> None:

@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 
 from ..errors import SessionError
 from ..targets.engine import EngineTarget
-from .ranks import EngineSubscriber, gather_over, make_subscriber, on_all_ranks
+from .ranks import EngineSubscriber, gather_over, make_subscriber, together
 from .vllm_client import weight_version
 from .vllm_drafter import EngineLayout, learn_layout, warn_of_missing
 from .vllm_options import SparserlInitInfo, SparserlUpdateInfo
@@ -82,7 +82,7 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
         """The options; an error is raised by `init_transfer_engine`, which vLLM calls next, on all ranks."""
         try:
             info: SparserlInitInfo = super().parse_init_info(init_dict)
-        except Exception as error:  # noqa: BLE001  # whatever it is
+        except Exception as error:  # noqa: BLE001  # a rank that raised here would leave the others waiting
             return error
         return info
 
@@ -126,8 +126,7 @@ class SparserlEngine(WeightTransferEngine[SparserlInitInfo, SparserlUpdateInfo])
                 raise
 
     def receive_weights(self, update_info: SparserlUpdateInfo) -> None:
-        on_all_ranks(lambda: bool(self.subscriber), self._gather)  # or none waits for the others
-        subscriber = self.subscriber
+        subscriber = together(lambda: self.subscriber, self._gather)  # none waits for a rank that has none
         with self._lock:
             synchronize(self.device)  # steps that have begun still read the weights
             if update_info.step is None:

@@ -28,7 +28,7 @@ from ..weights.dtypes import dtype_of_torch
 from ..weights.region import whole
 from ..weights.shards import Part
 from ..weights.table import TensorTable
-from .ranks import EngineSubscriber, gather_over, make_subscriber, on_all_ranks
+from .ranks import EngineSubscriber, gather_over, make_subscriber, together
 from .vllm import raise_on_last_rank, synchronize
 
 logger = init_logger(__name__)
@@ -84,15 +84,14 @@ class AdapterLibrary:
 
     def commit(self, lora_id: int, version: int | None = None, run: str | None = None) -> None:
         """On all ranks at once: commit a version, by default the newest. If it raises, the adapter is what it was."""
-
-        def require_following() -> None:
-            if lora_id not in self._subscribers:
-                raise SessionError(f"adapter {lora_id} follows no run; call sparserl_follow_adapter first")
-
-        on_all_ranks(require_following, gather_over(get_world_group()))
-        subscriber = self._subscribers[lora_id]
+        subscriber = together(lambda: self._subscriber(lora_id), gather_over(get_world_group()))
         report = subscriber.commit_version(version, run)
         logger.info("sparserl: adapter %d: %s", lora_id, report or f"has version {subscriber.version} already")
+
+    def _subscriber(self, lora_id: int) -> EngineSubscriber:
+        if lora_id not in self._subscribers:
+            raise SessionError(f"adapter {lora_id} follows no run; call sparserl_follow_adapter first")
+        return self._subscribers[lora_id]
 
     def _load(self, request: LoRARequest) -> Any:
         target = self._targets.get(request.lora_int_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -152,8 +153,10 @@ def test_several_cut_patches_at_once(tmp_path, monkeypatch):
         reports = it.all(lambda s: s.commit_version())
         assert {report.kind for report in reports} == {"patch"}
         it.require_exact()
-        it.publisher._maintenance.receivers.need_anchor = True
-        it.publisher._maintenance._anchor_if_due(None, it.publisher._committed)
+        maintenance = it.publisher._maintenance
+        maintenance._options = replace(maintenance._options, anchor_after=0.0)
+        it.publisher.publish()
+        maintenance._options = replace(maintenance._options, anchor_after=100)
         anchor = it.publisher._committed.index.steps[-1]
         assert anchor.base is None
         it.train(7)

@@ -148,8 +148,8 @@ MUTANTS = (
     Mutant(
         "receivers wait for an anchor that is due some day",
         "session/store/receivers.py",
-        "self.need_anchor = any(row.need_anchor for row in heard)",
-        "self.need_anchor = False",
+        "self._anchors = [row.anchor for row in heard if row.anchor is not None]",
+        "self._anchors = []",
         Tests("integrations/test_ranks.py", "cannot_be_taken"),
     ),
     Mutant(

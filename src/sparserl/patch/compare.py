@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from .. import plan
@@ -99,7 +100,7 @@ class Captured:
         self._changes: list[Changes | Draft] = []  # those that were found
         self._coming = changes
         self._buckets: list[tuple[Bucket, int]] | None = None  # where they are encoded already
-        self._way_back: Patch | None = None
+        self._way_back: Callable[[], Patch] | None = None
 
     def find(self) -> Captured:
         """Find all changes now: `new` is not read any more."""
@@ -151,11 +152,11 @@ class Captured:
         """
         return self._comparison.stream(self._changes, link, profiles, threads)
 
-    def back(self, *, threads: int | None = None) -> Patch:
-        """The patch that undoes it, in `gap`, in a temporary file; `old` must not have been written to yet."""
+    def back(self, *, threads: int | None = None) -> Callable[[], Patch]:
+        """What makes the patch that undoes it, in `gap`, in a temporary file. Only now `old` must still be the base."""
         if self._way_back is not None:
             return self._way_back
-        return Patch(self._comparison.back(self._changes, threads))
+        return self._comparison.back(self._changes, threads)
 
 
 def capture(
@@ -306,28 +307,41 @@ class Comparison:
         bucket_list = BucketList(len(drafts), source=(bucket for bucket, _ in buckets))
         return Contents(self.table, self.ends(sum(draft.changed for draft in drafts)), bucket_list)
 
-    def back(self, changes: list[Changes | Draft], threads: int | None) -> Contents:
-        """The patch from the new version to the old one."""
+    def back(self, changes: list[Changes | Draft], threads: int | None) -> Callable[[], Patch]:
+        """What makes the patch from the new version to the old one, when the old one may be gone."""
+        # Changes have their old bits, on the host or on a GPU, whence they come later. Dense entries read them now.
+        parts: list[Changes] = []
+        on_gpu: list[Draft] = []
+        for item in changes:
+            if isinstance(item, Draft) and item.is_on_gpu:
+                on_gpu.append(item)
+            else:
+                parts += [self._with_old_dense(part) for part in (item.parts if isinstance(item, Draft) else [item])]
+        forward = self.ends(0)
+        ends = Ends(forward.result, forward.base, 0, forward.covers)
 
-        def ends(changed: int) -> Ends:
-            forward = self.ends(changed)
-            return forward._replace(base=forward.result, result=forward.base)
+        def make() -> Patch:
+            all_parts = chain(parts, (part for draft in on_gpu for part in draft.parts))
+            buckets = Encoding(("gap",), threads=threads).buckets(self.table, plan.cut(map(_undo, all_parts)))
+            return Patch(collect(self.table, buckets, lambda n: ends._replace(changed=n), BucketList(memory_bytes=0)))
 
-        parts = (part for item in changes for part in (item.parts if isinstance(item, Draft) else [item]))
-        buckets = Encoding(("gap",), threads=threads).buckets(self.table, plan.cut(map(self._undo, parts)))
-        return collect(self.table, buckets, ends, BucketList(memory_bytes=0))
+        return make
 
-    def _undo(self, part: Changes) -> Changes:
-        """Changes that put the old bits back."""
+    def _with_old_dense(self, part: Changes) -> Changes:
         dense = [Dense(d.place, d.count, self._old.bits(*d.place).copy()) for d in part.dense]
-        cost = estimate(replace(part, after=part.before), ("gap",)) if part.count.size else {}
-        return replace(part, after=part.before, steps=None, before=None, base=None, dense=dense, cost=cost)
+        return replace(part, dense=dense) if dense else part
 
     def _encoding(self, link: Link | str | None, threads: int | None) -> Encoding:
         chooser = None if link is None else chooser_for(link, threads)
         if self._on_gpu and self._profile != "gap":
             return Encoding(self._names, chooser, threads or min(_GPU_WRITERS, default_threads()), _GPU_WAITING)
         return Encoding(self._names, chooser, threads)
+
+
+def _undo(part: Changes) -> Changes:
+    """Changes that put the old bits back; dense entries have them."""
+    cost = estimate(replace(part, after=part.before), ("gap",)) if part.count.size else {}
+    return replace(part, after=part.before, steps=None, before=None, base=None, bits=None, cost=cost)
 
 
 def _require_same_places(old: LocalWeights, new: LocalWeights) -> None:

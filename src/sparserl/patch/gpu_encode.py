@@ -40,6 +40,8 @@ _GPU_PROFILES = ("ctx", "ulp")  # those that are coded on the GPU
 class GpuDraft(Draft):
     """A bucket of changes that are on a GPU: coded there, or compacted, or both."""
 
+    is_on_gpu = True
+
     def __init__(self, compared: CountedRuns, part: slice) -> None:
         super().__init__()
         self.part = part

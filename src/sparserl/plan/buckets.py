@@ -98,6 +98,8 @@ def _first_above(ends: npt.NDArray[Any], limit: int) -> int:
 class Draft:
     """A bucket being filled."""
 
+    is_on_gpu = False  # whether its parts come from a GPU when they are asked for
+
     def __init__(self) -> None:
         self.parts: list[Changes] = []
         self.covered = 0

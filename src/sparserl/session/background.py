@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from ..errors import SessionError
 from .report import SyncReport
@@ -38,13 +39,15 @@ class BackgroundPublish:
     True
     """
 
-    def __init__(self, work: Callable[[], SyncReport]) -> None:
+    def __init__(self, work: Callable[[], Any], what: str = "a publish") -> None:
         self._process = os.getpid()
+        self._what = what
         self._finished = threading.Event()
-        self._report: SyncReport | None = None
+        self._report: Any = None
         self._failure: BaseException | None = None
         self._is_reported = False
-        threading.Thread(target=self._run, args=(work,), name="sparserl-publish", daemon=True).start()
+        name = f"sparserl-{what.removeprefix('a ')}"
+        threading.Thread(target=self._run, args=(work,), name=name, daemon=True).start()
         _pending.add(self)
 
     def done(self) -> bool:
@@ -72,8 +75,8 @@ class BackgroundPublish:
         _pending.discard(self)
         if self._failure is not None:
             raise self._failure
-        assert self._report is not None
-        return self._report
+        report: SyncReport = self._report
+        return report
 
     def finish(self) -> None:
         """Wait for the publish to end, and raise its error unless that was done before."""
@@ -85,12 +88,12 @@ class BackgroundPublish:
     def problem_at_exit(self) -> str | None:
         """Wait for the publish to end, but not for ever; what went wrong with it, if anything did."""
         if not self._finished.wait(_SILENT_SECONDS):
-            _print(f"a publish is running; waiting for it for up to {EXIT_SECONDS:.0f} s")
+            _print(f"{self._what} is running; waiting for it for up to {EXIT_SECONDS:.0f} s")
             self._finished.wait(EXIT_SECONDS - _SILENT_SECONDS)
         if not self.done():
-            return f"a publish was still running {EXIT_SECONDS:.0f} s after the script had ended, and was abandoned"
+            return f"{self._what} was still running {EXIT_SECONDS:.0f} s after the script had ended, and was abandoned"
         if self._failure is not None:
-            return f"a publish in the background failed: {type(self._failure).__name__}: {self._failure}"
+            return f"{self._what} in the background failed: {type(self._failure).__name__}: {self._failure}"
         return None
 
     def _run(self, work: Callable[[], SyncReport]) -> None:

@@ -202,7 +202,7 @@ class EngineTarget:
         from ..weights.gpu_zeros import copies_like
 
         try:
-            copies = copies_like(parts)
+            copies: Shards | None = copies_like(parts)
             if copies is not None:
                 self._apply_all(copies, patches)
         except torch.cuda.OutOfMemoryError:

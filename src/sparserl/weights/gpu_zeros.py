@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..kernels.gpu.ints import INTS
+from .memory import Memory, Weights
 from .shards import Part, Shards
 from .staging import gpu_tensor
 from .tensors import memories, memory_of
@@ -31,16 +32,23 @@ def zero_parts_like(shards: Shards) -> Shards | None:
     return Shards(shards.table, [Part(part.tensor, part.region, tensor) for part, tensor in rows])
 
 
-def copies_like(shards: Shards) -> Shards | None:
-    """Copies of parts of weights beside them, in row-major order; None where there would be no zeros either."""
-    copies = zero_parts_like(shards)
-    if copies is None:
-        return None
-    for part, copy in zip(shards.parts, copies.parts, strict=True):
-        ints = INTS[copy.data.element_size()]
-        source = gpu_tensor(memory_of(part.tensor, part.data))
-        copy.data.view(ints).copy_(source.detach().view(ints))
-    return copies
+def copies_like(weights: Weights | Shards) -> Any:
+    """Copies of weights, or of parts, beside them, in row-major order; None where there would be no zeros either."""
+    if isinstance(weights, Shards):
+        copies = zero_parts_like(weights)
+        pairs = [] if copies is None else [*zip(weights.parts, copies.parts, strict=True)]
+        for part, copied in pairs:
+            _copy(copied.data, memory_of(part.tensor, part.data))
+        return copies
+    zeros = zeros_like(weights)
+    for name, copy in {} if zeros is None else zeros.items():
+        _copy(copy, memory_of(name, weights[name]))
+    return zeros
+
+
+def _copy(copy: torch.Tensor, memory: Memory) -> None:
+    ints = INTS[copy.element_size()]
+    copy.view(ints).copy_(gpu_tensor(memory).detach().view(ints))
 
 
 def _zeros_beside(gpu_tensors: Iterable[Any]) -> list[torch.Tensor] | None:

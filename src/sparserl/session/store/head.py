@@ -145,6 +145,11 @@ class HeadWriter:
 
         return self._writers.lead("read the head", first, _dump_head, _load_head)
 
+    @property
+    def is_unsure(self) -> bool:
+        """Whether a swap was not answered, or interrupted."""
+        return self._open_swap is not None
+
     def resolve(self) -> None:
         """Find out what became of a swap that was not answered, or interrupted."""
         open_swap = self._open_swap

@@ -1,20 +1,31 @@
-"""What a publisher does beside its versions: squashed patches, further anchors, retention, the anchor for a restart.
+"""What a publisher does behind its versions: squashed patches, further anchors, retention, the anchor for a restart.
 
-No version depends on it. What fails is noted in the report of the publish, and tried again by the next one.
+    publish  ─ head moved ─► begin ─────────────► the next publish
+                             └► squash ─► anchor ─► pins ─► saved anchor ─► collect      on a thread of its own
+
+No version depends on it, and no publish waits for it. What fails is noted in the report of a later publish, and tried
+again. Where it takes longer than the publishes between two rungs, it goes on with the newest version.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
 
-from ...errors import Fenced, FormatError, SessionError, SparserlError, StoreError
+from ...errors import Fenced, SessionError, SparserlError
 from ...patch import Captured, Patch
 from ...weights.memory import Weights
 from ...weights.shards import Shards
 from ..anchors import SPOOL_BYTES, anchor_of
+from ..background import BackgroundPublish
 from ..baseline import CapturedChanges
+from ..logs import log
 from ..options import EncodingOptions, require_count, require_number
+from ..quantized_baseline import QuantizedBaseline
 from ..report import Watch
 from . import routes
 from .head import Steps
@@ -31,6 +42,7 @@ from .transfer import Upload
 
 _STEPS = 256  # there are at most so many steps before another anchor is written
 _MOST_STEPS = 1024  # that an index keeps for the sake of subscribers that are far behind
+_THREADS = 1  # the trainer is at work meanwhile, and each thread more would make it wait for the interpreter's lock
 _SQUASH_SHARE = 0.9  # a squashed patch is kept if it takes less than this share of the patches it stands for
 
 
@@ -62,6 +74,18 @@ def _require_ladder(ladder: tuple[int, int]) -> None:
     require_count("the second number of ladder", last, first)
 
 
+@dataclass(frozen=True)
+class _Due:
+    """What upkeep looks at next: the newest version, and an anchor that had to be made already, with its version."""
+
+    version: CommittedVersion
+    anchor: tuple[int, Patch] | None
+
+
+def _with(step: RouteStep, steps: Steps) -> Steps:
+    return (*steps, step)
+
+
 def _label_of(steps: Steps, version: int) -> Label:
     """What was said of a version."""
     labels = [Label(step.step, step.note) for step in steps if step.version == version]
@@ -84,11 +108,18 @@ class Maintenance:
         self._saved_anchor = saved_anchor
         self._encoding_options = encoding
         self.receivers = Receivers(writer, encoding, options.lease)
-        is_alone = writer.writers.size == 1  # `sparserl squash` makes squashed patches of what several writers publish
-        self._ladder = Ladder(*options.ladder) if options.ladder is not None and is_alone else None
-        self._notes: list[str] = []
+        self._is_alone = writer.writers.size == 1  # several writers look after their run in step, within `publish`
+        self._rungs = options.ladder if options.ladder is not None and self._is_alone else (0, 0)
+        self._ladder = Ladder(*self._rungs)
+        self._notes: deque[str] = deque()  # of what failed, for the next report
         self._pins = PublishedPins(writer.store, trusted_keys, options.grace)
         self._are_pins_due = True  # whether retention may have removed what was being pinned
+        self._is_collection_due = False
+        self._lock = threading.Lock()
+        self._due: _Due | None = None  # what the thread does next
+        self._is_working = False
+        self._is_anchor_ready = False  # whether one that had to be made already is not written yet
+        self._thread: BackgroundPublish | None = None
 
     @property
     def _encoding(self) -> EncodingOptions:
@@ -106,8 +137,7 @@ class Maintenance:
 
     def begin_layout(self, anchor: Patch, run: str, version: int) -> None:
         """A new run, or other tensors, are about to begin: save the anchor first, for whoever is killed after that."""
-        if self._ladder is not None:
-            self._ladder.clear()
+        self._ladder = Ladder(*self._rungs)  # a thread that is at work keeps the other one
         if (saved_anchor := self._saved_anchor) is not None:
             self._try(lambda: saved_anchor.save(anchor, run, version))
 
@@ -115,7 +145,7 @@ class Maintenance:
         """The head names the run, or the tensors, now: saved anchors of others can go, and what is too old."""
         if self._saved_anchor is not None and self._saved_anchor.run == run:
             self._try(self._saved_anchor.remove_others)
-        self._try(self._collect)
+        self._is_collection_due = True
 
     def retaining(self, step: RouteStep) -> Callable[[Steps], Steps]:
         """Adds an anchor to the steps of an index, without those that are too old then."""
@@ -140,46 +170,114 @@ class Maintenance:
         return self._pins.steps(committed.run, replace(committed.index, steps=steps), self._writer.clock())
 
     def add_changes(self, version: int, changes: CapturedChanges) -> None:
-        """One more version for the ladder; where that fails, late subscribers take longer, and nothing else."""
-        if self._ladder is None or not isinstance(changes, Captured):  # without a baseline there is no way back
+        """A version, before the baseline moves to it: its way back is for the ladder, and for a copy under way."""
+        if not isinstance(changes, Captured) or not (self._rungs[0] or self._is_working):
             return
         try:
-            self._ladder.add(version, changes, self._encoding.threads)
+            if not self._ladder.add(version, changes, _THREADS):
+                self._notes.append("no squashed patches for a while: making them takes longer than eight publishes")
         except (OSError, SparserlError) as error:
             self._notes.append(f"no squashed patches for a while: {error}")
 
-    def run(self, version: CommittedVersion, anchor: Patch | None, watch: Watch) -> tuple[str, ...]:
-        """All that is due after a version; notes about what failed.
+    def begin(self, version: CommittedVersion, anchor: Patch | None, watch: Watch) -> tuple[str, ...]:
+        """Begin all that is due after a version; notes about what has failed since the last one.
 
         anchor: one of the version, where it had to be made already.
         """
-        with watch.stage("upkeep"):
-            self._try(lambda: self._squash_if_due(self._writer.committed or version))
-            self._try(lambda: self._anchor_if_due(anchor, self._writer.committed or version))
-            self._try(lambda: self._add_pinned_if_due(self._writer.committed or version))
-            self._try(lambda: self._save_if_new(anchor, self._writer.committed or version))
+        due = _Due(version, None if anchor is None else (version.head.version, anchor))
+        self._is_anchor_ready |= anchor is not None
+        if not self._is_alone or isinstance(version.baseline, QuantizedBaseline):  # whose bits another run writes to
+            with watch.stage("upkeep"):
+                self._do(due, version.baseline.weights)
+        else:
+            with self._lock:
+                earlier = None if self._due is None else self._due.anchor
+                self._due = replace(due, anchor=due.anchor or earlier)
+                if not self._is_working:
+                    self._is_working = True
+                    self._thread = BackgroundPublish(self._work, "upkeep")
         self.receivers.hear()
-        notes = tuple(self._notes)
-        self._notes = []
-        return notes
+        return self._take_notes()
+
+    def finish(self) -> None:
+        """Wait until nothing is due any more."""
+        if self._thread is not None:
+            self._thread.finish()
+
+    def _work(self) -> None:
+        """On the thread: do what is due, until nothing is."""
+        while True:
+            with self._lock:
+                due = self._due
+                self._due = None
+                self._is_working = due is not None
+            if due is None:
+                return
+            try:
+                self._do(due)
+            except Fenced as error:  # which the next publish is told as well
+                self._notes.append(f"upkeep failed: {error}")
+            except BaseException:
+                self._is_working = False
+                raise  # to whoever closes the publisher
+
+    def _do(self, due: _Due, weights: Weights | Shards | None = None) -> None:
+        """All that is due after a version.
+
+        weights: those of the version, where nobody writes to them meanwhile.
+        """
+
+        @cache
+        def weights_of(number: int) -> Any:
+            return self._frozen(due.version, number) if weights is None else weights
+
+        has_weights = due.version.baseline.weights is not None
+        if has_weights:
+            self._try(lambda: self._squash_if_due(due.version, weights_of))
+        ready = due.anchor
+        if ready is not None or has_weights:
+            self._try(lambda: self._anchor_if_due(due.version, ready, weights_of))
+            self._is_anchor_ready = False
+        self._try(lambda: self._add_pinned_if_due(due.version))
+        if ready is not None or has_weights:
+            self._try(lambda: self._save_if_new(due.version, ready, weights_of))
+        if self._is_collection_due:
+            self._try(self._collect)
+
+    def _frozen(self, version: CommittedVersion, number: int) -> Any:
+        """The weights of a version, which publishes write to meanwhile."""
+        weights = version.baseline.weights
+        assert weights is not None
+        return self._ladder.frozen(weights, number, routes.versions(version.index.steps)[number], _THREADS)
+
+    def _take_notes(self) -> tuple[str, ...]:
+        return tuple(self._notes.popleft() for _ in range(len(self._notes)))
+
+    def needs_ready_anchor(self, version: CommittedVersion) -> bool:
+        """Whether an anchor must be made of what the source has: one is due, and there is no baseline to make it of."""
+        return version.baseline.weights is None and not self._is_anchor_ready and self.anchor_is_due(version)
 
     def anchor_is_due(self, version: CommittedVersion) -> bool:
         """Whether patches since the last anchor are as large as an anchor, or very many, or not for all receivers."""
-        if self.receivers.need_anchor:
-            return True
         steps = version.index.steps
         last = max((step for step in steps if step.base is None), key=lambda step: step.version)
+        if self.receivers.need_anchor(version.run.run, last.version):
+            return True
         patches = [step for step in steps if step.base is not None and last.version <= step.base]
         size = sum(step.bytes for step in patches if step.base == step.version - 1)
         return size >= self._options.anchor_after * max(1, last.bytes) or len(patches) >= _STEPS - 1
 
     def close(self) -> None:
-        """Give up the ladder, and let another publisher have the state folder."""
-        self.receivers.close()
-        if self._saved_anchor is not None:
-            self._saved_anchor.close()
-        if self._ladder is not None:
-            self._ladder.clear()
+        """Wait for what is due, give up the ladder, and let another publisher have the state folder."""
+        try:
+            self.finish()
+            for note in self._take_notes():
+                log.warning("%s: %s", self._writer.store.url, note)
+        finally:
+            self.receivers.close()
+            if self._saved_anchor is not None:
+                self._saved_anchor.close()
+            self._ladder = Ladder()
 
     def _try(self, work: Callable[[], None]) -> None:
         """Do what a version does not depend on: a failure is noted, and it is tried again next time."""
@@ -187,73 +285,87 @@ class Maintenance:
             work()
         except Fenced:
             raise
-        except (StoreError, FormatError, SessionError, OSError) as error:
+        except (SparserlError, OSError, MemoryError) as error:
             self._notes.append(f"upkeep failed, and will be tried again: {error}")
 
-    def _squash_if_due(self, version: CommittedVersion) -> None:
+    def _squash_if_due(self, version: CommittedVersion, weights_of: Callable[[int], Any]) -> None:
         """A squashed patch for each rung of the ladder that ends here, where it takes less than what it stands for."""
-        weights = version.baseline.weights
-        if self._ladder is None or weights is None:
+        ladder = self._ladder
+        ladder.take()
+        newest = ladder.due(version.head.version)
+        if newest is None:
             return
-        newest = version.head.version
-        for base, patch in self._ladder.rungs(newest, weights, self.receivers.squashed_profile, self._encoding.threads):
+        if ladder.newest and newest - ladder.newest > ladder.spans[0]:
+            self._notes.append(f"no squashed patches to versions after {ladder.newest} and before {newest}: no time")
+        for base, patch in ladder.rungs(newest, weights_of(newest), self.receivers.squashed_profile, _THREADS):
             size = sum(len(patch.contents.bucket(index)) for index in range(patch.buckets))
             steps = routes.route(version.index.steps, (base, patch.base), newest)
             step_bytes = sum(step.bytes for step in steps)
             if any(step.base is None for step in steps) or size > _SQUASH_SHARE * step_bytes:
                 continue
             step = self._writer.send_alone(version.run, patch).step(base, newest, self._writer.clock())
-            version = self._writer.commit(version.run, step, version.baseline)
+            version = self._writer.amend(version.run.run, partial(_with, step))
 
-    def _anchor_if_due(self, anchor: Patch | None, version: CommittedVersion) -> None:
+    def _anchor_if_due(
+        self, version: CommittedVersion, ready: tuple[int, Patch] | None, weights_of: Callable[[int], Any]
+    ) -> None:
         """Write an anchor if one is due; what is too old then goes."""
-        weights = version.baseline.weights
-        if not self.anchor_is_due(version) or (weights is None and anchor is None):
+        number = version.head.version if ready is None else ready[0]
+        has_anchor = any(step.base is None and step.version == number for step in version.index.steps)
+        if has_anchor or not self.anchor_is_due(self._writer.committed or version):
             return
 
         def encode(upload: Upload) -> Patch:
-            return self.encode_anchor(weights, upload) if anchor is None else upload.add_all(anchor)
+            return self.encode_anchor(weights_of(number), upload) if ready is None else upload.add_all(ready[1])
 
-        newest = version.head.version
         written, sent = self._writer.send(version.run, encode, Watch())
-        step = sent.step(None, newest, self._writer.clock())
-        step = _label_of(version.index.steps, newest).on(step)  # the patch with this label may go
-        version = self._writer.commit(version.run, step, version.baseline, add_steps=self.retaining(step))
-        self.receivers.anchor_written()
+        step = sent.step(None, number, self._writer.clock())
+        step = _label_of(version.index.steps, number).on(step)  # the patch with this label may go
+        self._writer.amend(version.run.run, self.retaining(step))
+        self._is_collection_due = True
         if self._saved_anchor is not None:
-            self._save(written, version)
-        self._collect()
+            self._save(written, version.run.run, number)
 
     def _add_pinned_if_due(self, version: CommittedVersion) -> None:
         """Put back what retention has removed while it was being pinned: whoever pinned it saw it in the store."""
         if not self._are_pins_due:
             return
 
+        def with_pinned(steps: Steps) -> Steps:
+            return routes.with_pinned(steps, self._pinned_steps(steps))
+
         def is_missing() -> bool:
-            steps = version.index.steps
-            return len(routes.with_pinned(steps, self._pinned_steps(steps))) > len(steps)
+            steps = (self._writer.committed or version).index.steps
+            return len(with_pinned(steps)) > len(steps)
 
-        if self._writer.writers.lead("look at pins", is_missing, lambda missing: b"+" * missing, bool):
-            newest = next(step for step in version.index.steps if step.version == version.head.version)
-            add = lambda steps: routes.with_pinned(steps, self._pinned_steps(steps))  # noqa: E731
-            self._writer.commit(version.run, newest, version.baseline, add_steps=add)
-        self._are_pins_due = False
+        self._are_pins_due = False  # a publish may drop further steps meanwhile
+        try:
+            if self._writer.writers.lead("look at pins", is_missing, lambda missing: b"+" * missing, bool):
+                self._writer.amend(version.run.run, with_pinned)
+        except BaseException:
+            self._are_pins_due = True
+            raise
 
-    def _save_if_new(self, anchor: Patch | None, version: CommittedVersion) -> None:
+    def _save_if_new(
+        self, version: CommittedVersion, ready: tuple[int, Patch] | None, weights_of: Callable[[int], Any]
+    ) -> None:
         """Save an anchor of the run here, for a restart, where that could not be done before its first version."""
         if self._saved_anchor is None or self._saved_anchor.run == version.run.run:
             return
-        if anchor is None and version.baseline.weights is not None:
-            anchor = anchor_of(version.baseline.weights, self._encoding)
-        if anchor is not None:
-            self._save(anchor, version)
+        number = version.head.version
+        number, anchor = ready or (number, anchor_of(weights_of(number), self._encoding))
+        self._save(anchor, version.run.run, number)
 
-    def _save(self, anchor: Patch, version: CommittedVersion) -> None:
+    def _save(self, anchor: Patch, run: str, version: int) -> None:
         assert self._saved_anchor is not None
-        self._saved_anchor.save(anchor, version.run.run, version.head.version)
+        self._saved_anchor.save(anchor, run, version)
         self._saved_anchor.remove_others()
 
     def _collect(self) -> None:
-        """Remove what nothing refers to any more."""
+        """Remove what nothing refers to any more; not while a version is sent, which nothing refers to yet."""
+        started = self._writer.clock()  # what is written from now on is younger
+        if self._writer.is_sending:
+            return
         if self._writer.writers.rank == 0:
-            collect(self._writer.store, self._options.grace, self._writer.clock)
+            collect(self._writer.store, self._options.grace, lambda: started)
+        self._is_collection_due = False

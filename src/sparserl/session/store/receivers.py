@@ -40,15 +40,15 @@ _REMEMBERED = 86_400.0  # seconds that a receiver counts which is silent: an eng
 class _Heard(NamedTuple):
     """What leases and holdings of a run say of its receivers."""
 
-    need_anchor: bool = False  # whether there are patches that one cannot take
+    anchor: tuple[str, int] | None = None  # the run and version from which on one can take patches
     holdings: Sequence[str] = ()  # hashes of the parts that they have
     takers: Sequence[Takers] = ()  # those that do not take all profiles
 
     @classmethod
     def of_row(cls, row: Sequence[Any]) -> _Heard:
         """What another rank has heard, as it was sent."""
-        need_anchor, holdings, takers = row
-        return cls(need_anchor, holdings, [Takers(tuple(profiles), *rest) for profiles, *rest in takers])
+        anchor, holdings, takers = row
+        return cls(anchor and tuple(anchor), holdings, [Takers(tuple(profiles), *rest) for profiles, *rest in takers])
 
 
 class Receivers:
@@ -63,14 +63,13 @@ class Receivers:
         profile: What patches are in; `auto` for the best of `profiles`.
         profiles: Those that all receivers can take; None for all.
         squashed_profile: What squashed patches are in, which are not cut along the parts of ranks.
-        need_anchor: Whether patches were written that one of them cannot take.
     """
 
     def __init__(self, writer: RunWriter, encoding: EncodingOptions, lease_seconds: float) -> None:
         self.profile = encoding.profile
         self.profiles: frozenset[str] | None = None
         self.squashed_profile = "auto"
-        self.need_anchor = False
+        self._anchors: list[tuple[str, int]] = []  # that some of them need
         self._asked = encoding.profile
         self._holdings: Holdings | None = None  # that all ranks have read
         self._agreed: object = None  # their hashes, and that of their table
@@ -94,7 +93,7 @@ class Receivers:
     def agree(self, ranks: Iterable[Sequence[Any]]) -> None:
         """On all ranks of a publish: go by what any of them has heard."""
         heard = [_Heard.of_row(row) for row in ranks]
-        self.need_anchor = any(row.need_anchor for row in heard)
+        self._anchors = [row.anchor for row in heard if row.anchor is not None]
         hashes = sorted({hash for row in heard for hash in row.holdings})
         committed = self._writer.committed
         table = None if committed is None else committed.run.layout
@@ -112,10 +111,9 @@ class Receivers:
         can_cut = not hashes or (holdings is not None and holdings.are_cut)
         self._choose([taker for row in heard for taker in row.takers], can_cut=can_cut)
 
-    def anchor_written(self) -> None:
-        """All can go on from an anchor."""
-        self.need_anchor = False
-        self._heard = self._heard._replace(need_anchor=False)
+    def need_anchor(self, run: str, newest: int) -> bool:
+        """Whether patches were written since the newest anchor of the run that one of them cannot take."""
+        return any(of_run == run and newest < version for of_run, version in self._anchors)
 
     def heard(self) -> _Heard:
         """What this rank has heard; the first patches wait for a look at leases, so that they can be taken.
@@ -129,29 +127,28 @@ class Receivers:
         with self._lock:
             holdings = sorted(self._hashes)
             takers = self._takers()
-        need_anchor = before.need_anchor
+        anchor = before.anchor
         for hash in holdings:
             if hash not in before.holdings:
-                need_anchor |= self._begin(
-                    SLICEABLE, holding_name(hash), "has parts of the weights: patches are cut along them"
-                )
+                how = "has parts of the weights: patches are cut along them"
+                anchor = self._begin(SLICEABLE, holding_name(hash), how) or anchor
         known = {taker[:2] for taker in before.takers}
         for taker in takers:
             if taker[:2] not in known and not taker.taken(can_cut=True).issuperset(PROFILES):
                 only = f"takes only {in_words(taker.profiles)}: patches keep to that"
-                need_anchor |= self._begin(taker.profiles, None, only)
-        self._heard = _Heard(need_anchor, holdings, takers)
+                anchor = self._begin(taker.profiles, None, only) or anchor
+        self._heard = _Heard(anchor, holdings, takers)
         return self._heard
 
-    def _begin(self, profiles: Collection[str], holding: str | None, how: str) -> bool:
-        """Log that patches are for a receiver, too, from now on; whether it cannot take some that there are."""
+    def _begin(self, profiles: Collection[str], holding: str | None, how: str) -> tuple[str, int] | None:
+        """Log that patches are for a receiver, too, from now on; the anchor it needs if it cannot take all."""
         committed = self._writer.committed
         steps = () if committed is None else committed.index.steps
         newest_anchor = max((step.version for step in steps if step.base is None), default=0)
-        need_anchor = not all(can_take(step, profiles, holding) for step in steps if step.version > newest_anchor)
-        anchor = ", after an anchor" if need_anchor else ""
-        log.info("%s: a receiver %s from now on%s", self._writer.store.url, how, anchor)
-        return need_anchor
+        can_go_on = all(can_take(step, profiles, holding) for step in steps if step.version > newest_anchor)
+        after = "" if can_go_on else ", after an anchor"
+        log.info("%s: a receiver %s from now on%s", self._writer.store.url, how, after)
+        return None if committed is None or can_go_on else (committed.run.run, committed.head.version)
 
     def hear(self) -> None:
         """After a publish: look at leases now and then, on a thread; the next publish goes by them."""

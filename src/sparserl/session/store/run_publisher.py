@@ -264,8 +264,7 @@ class RunPublisher:
                 raise TensorMismatch(
                     f"{self.store.url}: run {committed.run.run} has other tensors: {error}. {HOW_TO_REPLACE}"
                 ) from error
-            needs_anchor = committed.baseline.weights is None and self._maintenance.anchor_is_due(committed)
-            anchor = self._anchor_now(weights, watch) if needs_anchor else None
+            anchor = self._anchor_now(weights, watch) if self._maintenance.needs_ready_anchor(committed) else None
             named = label._replace(files=self._capture_files())
             work[:] = [functools.partial(self._publish_next, committed, changes, anchor, named, watch)]
             return b""
@@ -295,6 +294,7 @@ class RunPublisher:
         last: CommittedVersion | None,
     ) -> SyncReport:
         """An anchor: the first version of a new run, or the first with other tensors than the last version has."""
+        self._run_writer.is_sending = True
         if last is None:
             run = self._run_writer.begin_run(local.table, label.files)
         else:
@@ -323,16 +323,18 @@ class RunPublisher:
                 add_steps=(lambda _steps: (step,)) if last is None else self._maintenance.retaining(step),
                 notify=self._notify_source,
             )
+        self._run_writer.is_sending = False
         self._observing.begun()
         self._maintenance.layout_begun(run.run)
         self._had_run = True
-        notes = self._maintenance.run(version, anchor if self._maintenance.saves_anchors else ready_anchor, watch)
+        notes = self._maintenance.begin(version, anchor if self._maintenance.saves_anchors else ready_anchor, watch)
         return published_report(version, "anchor", sent, watch, notes)
 
     def _publish_next(
         self, committed: CommittedVersion, changes: CapturedChanges, anchor: Patch | None, label: Label, watch: Watch
     ) -> SyncReport:
         """A version after the first: a patch."""
+        self._run_writer.is_sending = True
         encoding = self._run_writer.measured_link.resolve(self._encoding_options, is_coded=committed.baseline.is_on_gpu)
 
         def encode(upload: Upload) -> Patch:
@@ -357,7 +359,8 @@ class RunPublisher:
             version = self._run_writer.commit(
                 committed.run, step, committed.baseline, files=label.files, advance=advance, notify=self._notify_source
             )
-        notes = self._maintenance.run(version, anchor, watch)
+        self._run_writer.is_sending = False
+        notes = self._maintenance.begin(version, anchor, watch)
         return published_report(version, "patch", sent, watch, notes)
 
     def _notify_source(self) -> None:

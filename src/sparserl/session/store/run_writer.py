@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -67,7 +68,9 @@ class RunWriter:
         self.clock = clock
         self.committed: CommittedVersion | None = None
         self.measured_link = MeasuredLink()
+        self.is_sending = False  # whether there may be objects of a version that nothing refers to yet
         self.holdings: Holdings | None = None  # the parts that receivers have which do not have all
+        self._turn = threading.RLock()  # of the thread that moves the head: that of a publish, or of upkeep behind it
         self._bad_leases: set[str] = set()  # those of which it was said that they cannot be read
         self._known_ranks: set[int] = set()  # those that are known to upload to the same store
         self._head = head
@@ -173,26 +176,38 @@ class RunWriter:
         def moved(head: HeadRecord, index: Index) -> None:
             version = CommittedVersion(run, head, index, baseline)
             versions.append(version)
-            self.committed = None  # were this interrupted, a new run would begin: no version is ever published twice
             if advance is not None:
+                self.committed = None  # interrupted, a new run would begin: no version is ever published twice
                 advance()
             self.committed = version
             if notify is not None:
                 notify()
 
-        last = self.committed
-        before = last if last is not None and last.run.run == run.run else None  # of the same run
+        with self._turn:
+            last = self.committed
+            before = last if last is not None and last.run.run == run.run else None  # of the same run
 
-        @functools.cache  # the head may have to be moved several times
-        def changed_files() -> tuple[FileChanges, ...]:
-            return () if before is None else self._changed_files(before, step.version, files)
+            @functools.cache  # the head may have to be moved several times
+            def changed_files() -> tuple[FileChanges, ...]:
+                return () if before is None else self._changed_files(before, step.version, files)
 
-        layouts = () if before is None else before.index.layouts
-        if layout is not None:
-            layouts = (*layouts, layout)
-        move = HeadMove(run, step, add_steps or (lambda steps: (*steps, step)), changed_files, layouts, moved)
-        self._head.move(move, () if last is None else last.index.steps, None if last is None else last.head)
-        return versions[0]
+            layouts = () if before is None else before.index.layouts
+            if layout is not None:
+                layouts = (*layouts, layout)
+            move = HeadMove(run, step, add_steps or (lambda steps: (*steps, step)), changed_files, layouts, moved)
+            self._head.move(move, () if last is None else last.index.steps, None if last is None else last.head)
+            return versions[0]
+
+    def amend(self, run: str, add_steps: Callable[[Steps], Steps]) -> CommittedVersion:
+        """Move the head of a run to an index with other steps, whatever its newest version is by now."""
+        with self._turn:
+            newest = self.committed
+            if newest is None or newest.run.run != run:
+                raise SessionError(f"run {run} has ended")
+            if self._head.is_unsure:
+                raise Unavailable("what became of the last version is not known yet")
+            step = next(step for step in newest.index.steps if step.version == newest.head.version)
+            return self.commit(newest.run, step, newest.baseline, add_steps=add_steps)
 
     def _changed_files(
         self, last: CommittedVersion, version: int, files: side_files.Captured | None
@@ -213,7 +228,8 @@ class RunWriter:
 
     def resolve(self) -> None:
         """Find out what became of a commit that was not answered, or interrupted."""
-        self._head.resolve()
+        with self._turn:
+            self._head.resolve()
 
     def wait(self, version: int, subscribers: int, timeout: float) -> int:
         """Wait until so many subscribers hold a version or a later one; how many do."""

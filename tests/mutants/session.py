@@ -153,6 +153,20 @@ MUTANTS = (
         Tests("integrations/test_ranks.py", "cannot_be_taken"),
     ),
     Mutant(
+        "what publishes write into a copy under way stays there",
+        "session/store/ladder.py",
+        "        if newer:\n",
+        "        if not newer:\n",
+        Tests("session/test_upkeep.py", "whatever_is_written_meanwhile"),
+    ),
+    Mutant(
+        "objects are collected while a version is sent",
+        "session/store/maintenance.py",
+        "        if self._writer.is_sending:\n            return\n",
+        "",
+        Tests("session/test_upkeep.py", "while_a_version_is_sent"),
+    ),
+    Mutant(
         "the baseline advances before the head moved",
         "session/store/run_publisher.py",
         "return changes.encode(link=encoding.link, to=upload.bucket_list(), threads=encoding.threads)",

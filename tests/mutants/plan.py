@@ -40,4 +40,18 @@ MUTANTS = (
         "if part.count.size < 0:",
         Tests("patch/test_compose.py", "different_kinds"),
     ),
+    Mutant(
+        "`ctx` is taken for as large as `ulp` until it is written",
+        "plan/classes.py",
+        "return tuple(thresholds.tolist()), float(single - bits)",
+        "return tuple(thresholds.tolist()), 0.0",
+        Tests("plan/test_auto.py", "small_weights"),
+    ),
+    Mutant(
+        "`plan` takes the bits of other patches for those of profiles that it does not know",
+        "cli/plan.py",
+        "[estimate for estimate in estimates if estimate.name not in question.unknown]",
+        "[*estimates]",
+        Tests("cli/test_plan_cli.py", "patch_alone"),
+    ),
 )

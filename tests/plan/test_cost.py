@@ -11,7 +11,7 @@ import pytest
 import sparserl
 from sparserl.errors import SparserlError
 from sparserl.patch.measuring import FEW, MANY, measure, synthetic, work_bytes
-from sparserl.plan import AnchorSpeed, Chooser, Link, Speed, Speeds, Work, best, predict, predict_anchor
+from sparserl.plan import AnchorSpeed, Link, Speed, Speeds, Work, best, predict, predict_anchor
 from sparserl.plan.cost import BUILT_IN, bandwidth
 from sparserl.weights.dtypes import BY_NAME, Bits
 
@@ -257,14 +257,3 @@ def test_an_absurd_link_leaves_a_readable_patch():
         assert sparserl.Patch.from_bytes(patch.to_bytes()).stats().changed == patch.changed
     with pytest.raises(SparserlError, match="'25G' is not a bandwidth"):
         sparserl.diff(old, new, link="25G")
-
-
-def test_ctx_is_expected_to_be_its_usual_share_of_ulp():
-    """Its bound is replaced before the choice, and stays where there is nothing to compare with."""
-    chooser = Chooser(Link(1e9), MACHINE)
-    costs = {"ulp": 1000.0, "ctx": 1000.0, "raw": 4800.0}
-    chooser.expect(costs, 0.01)
-    assert costs == {"ulp": 1000.0, "ctx": 600.0, "raw": 4800.0}
-    alone = {"gap": 5.0}
-    chooser.expect(alone, 0.01)
-    assert alone == {"gap": 5.0}

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from .. import codec, plan
@@ -21,11 +20,10 @@ from ..codec.coders import Stored
 from ..codec.ctx import write_classes
 from ..kernels import gpu
 from ..parallel import Waiting
-from ..plan import Changes, Draft
-from ..plan.buckets import CHUNK_LOG, tile_log
+from ..plan import Changes, Chooser, Draft
+from ..plan.buckets import CHUNK_LOG, pick, tile_log
 from ..plan.classes import classes_from_histogram, key_shift, sampling_interval
 from ..weights.digest import Digest
-from ..weights.dtypes import DType
 from ..weights.gpu_copies import fetch_with_margins
 from ..weights.on_gpu import on_stream
 from ..weights.region import Numbers
@@ -89,12 +87,13 @@ class GpuDraft(Draft):
     def head(self, name: str) -> Head:
         return Head(codec.profile_by_name(name), self.dtype, self.tile_log, CHUNK_LOG, (), self.entries)
 
-    def coded(self, name: str) -> tuple[Head, Coded, EncodedStreams | None]:
+    def coded(self, names: Sequence[str], chooser: Chooser | None) -> tuple[Head, Coded, EncodedStreams | None]:
+        name = pick(self, names, chooser)
         if name == "raw" and (self.streams is None or self.profile != "raw"):
             assert self.packed is not None
             return self.head(name), {}, _raw_streams(self.packed, [self])[0]()
         if self.streams is None or (name != self.profile and (name, self.profile) != ("ctx", "ulp")):
-            return super().coded(name)
+            return super().coded((name,), None)
         classes: Coded = {}
         if self.profile == "ctx" and self.classes is not None:
             classes[codec.Stream.CLASSES] = Stored(), [write_classes(self.classes)]
@@ -112,23 +111,12 @@ class _Lot:
         self.count = sum(draft.count for draft in self.drafts)
         self.best = ""
 
-    def set_costs(self, costs: dict[str, float]) -> None:
-        """Bits of all in each profile, which buckets share by their changes."""
-        self.best = min(costs, key=lambda name: (costs[name], name))
+    def set_costs(self, costs: dict[str, float], classes: Classes | None) -> None:
+        """Bits of all in each profile, which buckets share by their changes, and the classes for `ctx`."""
+        self.best = min(costs, key=lambda name: (costs[name], name), default="ulp")
         for draft in self.drafts:
             draft.costs = {name: bits * draft.count / self.count for name, bits in costs.items()}
-
-    def choose_classes(self, dtype: DType, shift: int, histogram: npt.NDArray[Any], sample: Changes) -> None:
-        """Classes, and what `ctx` costs with them; none where telling elements apart does not pay."""
-        tiles = sum(int((((draft.entries.numel - 1) >> draft.tile_log) + 1).sum()) for draft in self.drafts)
-        classes, bits = classes_from_histogram(
-            dtype, shift, histogram, int(sample.numel.sum()), [sample], self.count, tiles
-        )
-        for draft in self.drafts:
-            draft.classes = classes
-            draft.costs["ctx"] = bits * draft.count / self.count
-            if classes is None:
-                del draft.costs["ctx"]
+            draft.classes = classes if self.best == "ctx" else None
 
 
 def encode(
@@ -192,9 +180,16 @@ def _estimated_lots(
         histograms = _magnitudes(compared, spans, shifts)
         yield histograms
     for i, (lot, sample) in enumerate(zip(lots, sampled, strict=True)):
-        lot.set_costs(plan.estimate(sample, names, lot.count))
-        if lot.best == "ctx" and histograms is not None:
-            lot.choose_classes(dtype, shifts[i], histograms()[i], sample)
+        costs = plan.estimate(sample, names, lot.count)
+        classes = None
+        if histograms is not None:
+            tiles = sum(int((((draft.entries.numel - 1) >> draft.tile_log) + 1).sum()) for draft in lot.drafts)
+            classes, costs["ctx"] = classes_from_histogram(
+                dtype, shifts[i], histograms()[i], int(sample.numel.sum()), [sample], lot.count, tiles
+            )
+        if classes is None:
+            costs.pop("ctx", None)
+        lot.set_costs(costs, classes)
     return lots
 
 

@@ -131,9 +131,9 @@ class Draft:
         """Whether it is encoded already, in the profile of these that takes the fewest bits."""
         return False
 
-    def coded(self, name: str) -> tuple[Head, codec.Coded, EncodedStreams | None]:
-        """The head, without estimates, and the encoded streams in a profile; `ulp` if `ctx` saves nothing."""
-        return *_encode(self, name), None
+    def coded(self, names: Sequence[str], chooser: Chooser | None) -> tuple[Head, codec.Coded, EncodedStreams | None]:
+        """The head, without estimates, and the encoded streams; in `ulp` if `ctx` is picked but saves nothing."""
+        return *_encode(self, names, chooser), None
 
     def payload(self) -> float:
         """Estimated bytes in the smallest profile."""
@@ -190,7 +190,7 @@ def begin(
     """`write` without the checksum. The function it returns adds it and gives the result, on any thread."""
     if not draft.changed:
         return lambda: None
-    head, streams, more_streams = draft.coded(_pick(draft, names, chooser))
+    head, streams, more_streams = draft.coded(names, chooser)
     if len(names) > 1:
         estimates = [(codec.profile_by_name(n).id, round(b / 8)) for n, b in sorted(draft.costs.items())]
         if chooser is not None:
@@ -200,26 +200,26 @@ def begin(
     return lambda: (bucket(), draft.changed)
 
 
-def _encode(draft: Draft, name: str) -> tuple[Head, codec.Coded]:
-    """Head and streams of a draft in a profile."""
+def _encode(draft: Draft, names: Sequence[str], chooser: Chooser | None) -> tuple[Head, codec.Coded]:
+    """Head and streams of a draft, in one of some profiles."""
     parts = draft.parts
-    costs = draft.costs
     dense = [d for p in parts for d in p.dense]
     entries, order = _entries(parts, dense)
-    head = Head(codec.profile_by_name(name), parts[0].dtype, tile_log(entries), CHUNK_LOG, (), entries)
+    head = Head(codec.profile_by_name("ulp"), parts[0].dtype, tile_log(entries), CHUNK_LOG, (), entries)
+    layout = head.layout
     sparse_parts = [p for p in parts if p.count.size]
     streams: codec.Chunks = {}
-    old = None
     owners = None
-    classes = None
-    if head.profile.conditional and sparse_parts and all(p.base is not None for p in sparse_parts):
+    if "ctx" in names and sparse_parts and all(p.base is not None for p in sparse_parts):
         old, owners = _old_addresses(sparse_parts, order)
-        classes, costs["ctx"] = choose_classes(head.dtype, old, head.layout.numel, sparse_parts, tiles(head.layout))
-    if head.profile.conditional and classes is None:
-        head = replace(head, profile=codec.profile_by_name("ulp"))
-        costs.pop("ctx", None)
+        classes, draft.costs["ctx"] = choose_classes(head.dtype, old, layout.numel, sparse_parts, tiles(layout))
+        layout = replace(layout, old_addresses=old, classes=classes)
+    if layout.classes is None:
+        draft.costs.pop("ctx", None)
+    name = pick(draft, names, chooser)
+    if name != "ctx" or layout.classes is not None:
+        head = replace(head, profile=codec.profile_by_name(name))
     profile = head.profile
-    layout = replace(head.layout, old_addresses=old, classes=classes)
     if sparse_parts:
         positions, words = _sort_changes(sparse_parts, [part.words(profile) for part in sparse_parts], order)
         if profile.conditional and any(isinstance(part.base, RestoredBase) for part in sparse_parts):
@@ -233,14 +233,13 @@ def _encode(draft: Draft, name: str) -> tuple[Head, codec.Coded]:
     return head, codec.encode_streams(streams)
 
 
-def _pick(draft: Draft, names: Sequence[str], chooser: Chooser | None) -> str:
+def pick(draft: Draft, names: Sequence[str], chooser: Chooser | None) -> str:
     """The profile a bucket takes."""
     costs = {name: bits for name, bits in draft.costs.items() if name in names}
     if len(costs) < 2:
         return next(iter(costs), names[0])
     if chooser is None:
         return min(costs, key=lambda n: (costs[n], n))
-    chooser.expect(costs, draft.count / (draft.covered // draft.width))
     return chooser.pick(costs, draft.covered, draft.count)
 
 

@@ -85,7 +85,7 @@ class VaryingLink(Link):
         return any(not 0.5 < now / then < 2 for now, then in pairs)
 
     def __str__(self) -> str:
-        return f"{bandwidth(self.bits_per_second)} to {bandwidth(self.most_bits_per_second)}"
+        return " to ".join(dict.fromkeys(map(bandwidth, (self.bits_per_second, self.most_bits_per_second))))
 
     @property
     def extremes(self) -> tuple[Link, ...]:
@@ -357,12 +357,6 @@ class Chooser:
 
     link: Link
     speeds: Speeds
-
-    def expect(self, costs: dict[str, float], density: float) -> None:
-        """Replace the bound for `ctx`, whose classes are not known yet, by its usual share of `ulp`."""
-        if {"ctx", "ulp"} <= costs.keys():
-            ctx, ulp = (self.speeds.profiles[name].bits(density) for name in ("ctx", "ulp"))
-            costs["ctx"] = costs["ulp"] * min(1.0, ctx / ulp)
 
     def pick(self, costs: Mapping[str, float], nbytes: int, changes: int) -> str:
         """The smallest of the profiles whose predicted time is near the least; `costs` are the bits in each."""

@@ -63,7 +63,7 @@ def word_bits(changes: Changes, name: str, part: slice = slice(None)) -> float |
 def estimate(changes: Changes, names: Sequence[str], total: int | None = None) -> dict[str, float]:
     """Bits of the sparse part in each profile that can write it; of `total` changes, if the words are a sample.
 
-    For `ctx` this is the estimate of `ulp`, an upper bound: its own is computed when the bucket is full.
+    For `ctx` this is the estimate of `ulp`. Its own is found with its classes, before a full bucket picks a profile.
     """
     total = changes.total if total is None else total
     gaps = float(index_bits(changes.numel, changes.count).sum())

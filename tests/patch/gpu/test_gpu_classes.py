@@ -171,6 +171,21 @@ def test_histograms_are_those_of_the_cpu():
             assert np.array_equal(found[r], wanted)
 
 
+@needs_kernels
+def test_ctx_is_weighed_where_gap_is_smaller_than_ulp():
+    """Small weights that move through zero take long steps: the profile is that of the CPU."""
+    rng = np.random.default_rng(0)
+    value = rng.normal(0, 0.02, 30_000).astype(np.float32)
+    moved = np.where(abs(value) < 0.001, rng.normal(0, 0.01, value.size), value).astype(np.float32)
+    bits = ((v.view(np.uint32) >> 16).astype(np.uint16) for v in (value, moved))
+    old, new = ({"w": Bits(b, BY_NAME["bfloat16"])} for b in bits)
+    mine, theirs = sparserl.diff(on_gpu(old), on_gpu(new)), sparserl.diff(old, new)
+    assert profiles_of(mine) == profiles_of(theirs) == {"ctx"}
+    weights = on_gpu(old)
+    mine.apply(weights)
+    assert same_bits(weights, new)
+
+
 @needs_gpu
 @pytest.mark.long
 def test_classes_are_chosen(monkeypatch):

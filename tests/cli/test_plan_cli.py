@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -78,6 +79,37 @@ def test_plan_from_a_patch(measured: None, files: Path) -> None:
     assert json.loads(run_command(*asked, "--params", "7e9"))["elements"] == 7e9
 
 
+@pytest.mark.parametrize("profile", ["auto", "raw", "gap", "ulp", "ctx"])
+def test_plan_from_a_patch_and_its_base(measured: None, files: Path, profile: str) -> None:
+    """What every profile takes is what `diff` makes with it, within 5%, whichever the patch is in."""
+    run_command("diff", "0", "1", "-o", "some.patch", "--profile", profile)
+    asked = ("plan", "--from", "some.patch", "--link", "1Gbit", "--threads", 2, "--json")
+    predicted = json.loads(run_command(*asked, "--base", "0"))["estimates"]
+    for name in ("raw", "gap", "ulp", "ctx"):
+        made = sparserl.diff(W[0], W[1], profile=name).stats()
+        assert predicted[name]["bits_per_changed"] == pytest.approx(made.bits_per_changed, rel=0.05), name
+
+
+@pytest.mark.parametrize("profile", ["raw", "gap", "ulp", "ctx"])
+def test_plan_from_a_patch_alone(measured: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: str) -> None:
+    """Its own profile and `raw` are known; the others are left out, and the table says so."""
+    monkeypatch.chdir(tmp_path)
+    old = {"w": np.linspace(-1, 1, 60_000, dtype=np.float32)}
+    new = {"w": old["w"] + np.float32(1e-5) * (np.arange(60_000) % 20 == 0)}
+    sparserl.diff(old, new, profile=profile).save("some.patch")
+    asked = ("plan", "--from", "some.patch", "--link", "1Gbit", "--threads", 2)
+    predicted = json.loads(run_command(*asked, "--json"))["estimates"]
+    own = Patch.open("some.patch").stats().profile
+    assert list(predicted) == list(dict.fromkeys(("dense", "raw", own)))
+    for name in {"raw", own}:
+        made = sparserl.diff(old, new, profile=name).stats()
+        assert predicted[name]["bits_per_changed"] == pytest.approx(made.bits_per_changed, rel=0.05), name
+    said = run_command(*asked)
+    for name in ("gap", "ulp", "ctx"):
+        assert (f"{name} is left out: its bits are not known without --base." in said) == (name not in predicted)
+    assert "gap is left out" not in run_command(*asked, "--bits", "gap=9")
+
+
 def test_plan_measures_once(measured: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing is kept, and on demand; what was measured is kept."""
     calls = []
@@ -113,6 +145,7 @@ def test_plan_measures_once(measured: None, monkeypatch: pytest.MonkeyPatch) -> 
         (("--params", "0"), "--params"),
         (("--params", "inf"), "--params"),
         (("--dtype", "bf17"), "'bf17' is not among"),
+        (("--base", "0"), "it is the base of a patch: give --from as well"),
         (("--bits", "zip=3"), "'zip=3' is not PROFILE=BITS"),
         (("--bits", "ctx"), "'ctx' is not PROFILE=BITS"),
         (("--bits", "ctx=-1"), "and a number of bits"),

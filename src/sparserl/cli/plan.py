@@ -12,11 +12,12 @@ import typer
 from ..errors import SparserlError
 from ..humanize import parse_number
 from . import show
-from .options import ADVICE, Json, Threads
-from .patches import open_patch
+from .options import ADVICE, Base, Json, Threads
+from .patches import open_base, open_patch
 from .reporting import reporting
 
 if TYPE_CHECKING:
+    from ..patch import Patch
     from ..plan import AnchorEstimate, Estimate, Link, Speeds
 
 commands = typer.Typer()
@@ -25,7 +26,7 @@ _EPILOG = """Examples:
 
     sparserl plan --params 671e9 --density 0.006 --link 25Gbit
 
-    sparserl plan --from 101.patch --link 400Mbit --latency 40ms
+    sparserl plan --from 101.patch --base step-100/ --link 400Mbit --latency 40ms
 
 The speeds of this machine are measured once, which takes about ten seconds, and kept; --measure measures them again.
 """
@@ -39,6 +40,7 @@ class Question:
     width: float  # bytes of an element
     density: float
     bits: dict[str, float]
+    unknown: frozenset[str] = frozenset()  # profiles that are left out
 
 
 @commands.command(rich_help_panel=ADVICE, epilog=_EPILOG)
@@ -65,6 +67,7 @@ def plan(
             help="Take elements, density and bits from this patch where no option gives them.",
         ),
     ] = None,
+    base: Base = None,
     dtype: Annotated[str, typer.Option(help="Dtype of the elements.")] = "bfloat16",
     latency: Annotated[
         str, typer.Option(metavar="TIME", help="Time until the first bit arrives: 20ms, 150us, 0.5s.")
@@ -81,6 +84,9 @@ def plan(
 
     For each way it prints the bytes sent, the time of each stage (find and encode, send, decode and apply) and in
     total, and the link speed above which sending all weights is faster.
+
+    With --from and --base the patch is encoded in every profile to find its size. Without --base its own profile and
+    raw are known; the others are left out.
     """
     from ..parallel import thread_count
     from ..plan import Link, Speeds, predict, predict_anchor
@@ -89,10 +95,13 @@ def plan(
         speed = Link.parse(link, latency)
     except SparserlError as error:
         raise typer.BadParameter(str(error), param_hint="--link / --latency") from error
-    question = _question(_number(params, "--params", 1), _number(density, "--density", 0), dtype, patch, bits or [])
     count = thread_count(threads)
+    question = _question(
+        _number(params, "--params", 1), _number(density, "--density", 0), dtype, patch, base, bits or [], count
+    )
     speeds = (None if measure else Speeds.load(count)) or _measured(count)
     estimates = predict(question.elements, question.width, question.density, speed, speeds, question.bits)
+    estimates = [estimate for estimate in estimates if estimate.name not in question.unknown]
     anchors = predict_anchor(question.elements * question.width, speed, speeds)
     if json:
         show.result(True, _values(question, speed, speeds, estimates, anchors))
@@ -113,27 +122,57 @@ def _number(text: str | None, option: str, least: float) -> float | None:
 
 
 def _question(
-    params: float | None, density: float | None, dtype: str, patch: Path | None, profile_bits: list[str]
+    params: float | None,
+    density: float | None,
+    dtype: str,
+    path: Path | None,
+    base: Path | None,
+    profile_bits: list[str],
+    threads: int,
 ) -> Question:
+    from ..codec import PROFILES
     from ..weights.dtypes import BY_NAME
 
+    if base is not None and path is None:
+        raise typer.BadParameter("it is the base of a patch: give --from as well", param_hint="--base")
     if dtype not in BY_NAME:
         raise typer.BadParameter(f"{dtype!r} is not among {', '.join(BY_NAME)}", param_hint="--dtype")
     bits = dict(_parse_bits(text) for text in profile_bits)
     width: float = BY_NAME[dtype].width
-    if patch is not None:
-        stats = open_patch(patch).stats()
+    if path is not None:
+        patch = open_patch(path)
+        stats = patch.stats()
         params = params or stats.elements
         density = density or stats.density
         width = stats.dense_bytes / max(1, stats.elements)
-        bits = {stats.profile: stats.bits_per_changed} | bits  # a mix of profiles is none of them, and is ignored
+        bits = _bits_in_profiles(patch, base, threads) | bits
     if params is None or density is None:
         raise typer.BadParameter("give both, or a patch to take them from", param_hint="--params, --density / --from")
     if not params < math.inf:
         raise typer.BadParameter(f"{params:g} is not a number of elements", param_hint="--params")
     if not 0 < density <= 1:
         raise typer.BadParameter(f"{density:g} is not a share above 0 and up to 1", param_hint="--density")
-    return Question(params, width, density, bits)
+    return Question(params, width, density, bits, frozenset(PROFILES if path is not None else ()) - bits.keys())
+
+
+def _bits_in_profiles(patch: Patch, base: Path | None, threads: int) -> dict[str, float]:
+    """Bits per change of a patch in every profile; without its base in its own, and in `raw`, where counts tell it."""
+    from ..codec import PROFILES
+    from ..patch import squash
+
+    stats = patch.stats()
+    weights, digest = open_base(patch, base, threads)
+    if weights is not None:
+        recoded = {name: squash(patch, base=weights, digest=digest, profile=name, threads=threads) for name in PROFILES}
+        return {name: other.stats().bits_per_changed for name, other in recoded.items()}
+    size = 0
+    for head in patch.contents.heads:
+        width = head.dtype.width
+        dense = width * head.entries.numel
+        size += int(((4 + width) * head.entries.count).clip(max=dense).sum())
+    names = {bucket.profile for bucket in stats.buckets} - {"dense"}
+    own = {min(names): stats.bits_per_changed} if len(names) == 1 or names == {"ctx", "ulp"} else {}
+    return {"raw": 8 * size / max(1, stats.changed)} | own
 
 
 def _parse_bits(text: str) -> tuple[str, float]:
@@ -210,5 +249,6 @@ def _legend(question: Question, link: Link, speeds: Speeds, estimates: list[Esti
         "total: the stages one after the other, without overlap. speedup: total of dense divided by this total.",
         "break-even: the link speed above which sending S takes less time.",
         "anchor: all weights, for receivers that have none of them; a publisher with this link takes the faster kind.",
-        f"Link: {link}. Speeds: {speeds.origin}. Bits are those of bf16 weights unless given.",
+        f"Link: {link}. Speeds: {speeds.origin}. Bits are those of bf16 weights unless given or those of a patch.",
+        *(f"{name} is left out: its bits are not known without --base." for name in sorted(question.unknown)),
     ]

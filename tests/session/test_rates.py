@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from sparserl import Bits, GroupPublisher, Publisher, Subscriber
+from sparserl import Bits, GroupPublisher, Publisher, Subscriber, SyncReport
 from sparserl.errors import InvalidField, SessionError, Unavailable
+from sparserl.session.profiles import Takers
 from sparserl.session.store import rates, receivers
 from sparserl.session.store.leases import Lease
 from sparserl.session.store.rates import MeasuredLink, RateMeter, Rates, RecentRates
@@ -128,14 +130,18 @@ class Trained:
 
     def sync(self) -> set[str]:
         """One more version, synced; the profiles of its patch."""
+        self.reports()
+        return set(self.publisher._committed.index.steps[-1].profiles)
+
+    def reports(self) -> tuple[SyncReport, SyncReport | None]:
+        """What publisher and receiver report of one more version."""
         array = self.weights["w"].array
         array += (self._rng.random(SIZE) < 0.2).astype(np.uint16) & ((array & 0x7FFF) < 0x3F00)
-        self.publisher.publish()
-        self.subscriber.sync()
+        published = self.publisher.publish()
+        received = self.subscriber.sync()
         assert (self.mine["w"].array == array).all()
         self._look_at_rates()
-        steps = self.publisher._committed.index.steps
-        return set(steps[-1].profiles)
+        return published, received
 
 
 @pytest.mark.long
@@ -155,9 +161,9 @@ def test_auto_follows_what_receivers_measure(tmp_path: Path, clock: Clock, caplo
     run.sync()
     assert run.sync() <= {"ulp", "ctx"}, "these lose less over a fast link than others over this one"
     assert [record.message.split("at ")[1] for record in caplog.records if "transfers" in record.message] == [
-        "1 Mbit/s to 1 Mbit/s: profiles are chosen for that",
+        "1 Mbit/s: profiles are chosen for that",
         "1 Mbit/s to 10,000 Gbit/s: profiles are chosen for that",
-        "10,000 Gbit/s to 10,000 Gbit/s: profiles are chosen for that",
+        "10,000 Gbit/s: profiles are chosen for that",
         "1 Mbit/s to 10,000 Gbit/s: profiles are chosen for that",
     ]
     (lease,) = run.publisher._run_writer.leases()
@@ -196,6 +202,47 @@ def test_without_a_measured_link_auto_is_the_smallest(tmp_path: Path, clock: Clo
     run.store.rate = 1e13
     run.sync()
     assert run.sync() == {"ctx"}
+
+
+@pytest.mark.parametrize(
+    ("options", "taken"),
+    [
+        ({"link": None}, "ctx (smallest)"),
+        ({"link": "10000Gbit"}, "raw (quickest over 10000Gbit)"),
+        ({}, "raw (quickest over 10,000 Gbit/s, measured)"),
+        ({"profile": "gap"}, "gap (as asked)"),
+    ],
+)
+def test_reports_say_which_profile_and_why(
+    tmp_path: Path, clock: Clock, options: dict[str, object], taken: str
+) -> None:
+    """A patch in another profile than the smallest surprises nobody: line and values of a report have the reason."""
+    run = Trained(tmp_path / "store", clock, **options)
+    run.store.rate = 1e13
+    anchor, _ = run.reports()
+    assert (anchor.profile, "version 0: anchor, " in anchor.summary) == ("", True)
+    run.publisher._run_writer.measured_link.uploads = RecentRates()  # a real one, of a machine that may be busy
+    patch, received = run.reports()
+    assert received is not None
+    assert (patch.profile, received.profile) == (taken, taken.split(" ")[0])
+    assert str(patch).startswith(f"version 1: patch in {taken}, ")
+    assert str(received).startswith(f"version 1: patch in {received.profile}, ")
+    assert asdict(patch)["profile"] == taken
+
+
+def test_reports_say_that_receivers_take_few_profiles(tmp_path: Path) -> None:
+    """What limits a choice is said with it."""
+    with Publisher(tmp_path / "store", {"w": np.zeros(3, np.float32)}) as publisher:
+        chosen = publisher._maintenance.receivers
+        chosen._choose([Takers(("gap", "raw"), has_holding=False, name="one")], can_cut=False)
+        assert chosen.reason(None) == "smallest, of gap, raw"
+    with Publisher(tmp_path / "other", {"w": np.zeros(3, np.float32)}, profile="ulp") as publisher:
+        chosen = publisher._maintenance.receivers
+        takers = [
+            Takers((name,), has_holding=False, name=name, total=total) for name, total in (("gap", 1), ("raw", 2))
+        ]
+        chosen._choose(takers, can_cut=True)
+        assert (chosen.profile, chosen.reason(None)) == ("raw", "what most receivers take")
 
 
 def test_leases_say_their_rate_or_nothing() -> None:

@@ -35,6 +35,7 @@ class SyncReport:
         messages: How many broadcasts it took, over a process group.
         behind: How many versions the targets were behind the newest one; None for a publish, or where they held none.
         also: By their URLs, the reports of the quantized runs that were published with it.
+        profile: What a patch in a store is encoded in and, where it is published, why: `ctx (smallest)`.
     """
 
     run: str
@@ -50,6 +51,7 @@ class SyncReport:
     messages: int = 0
     behind: int | None = None
     also: dict[str, SyncReport] = field(default_factory=dict)
+    profile: str = ""
 
     @property
     def density(self) -> float:
@@ -58,10 +60,11 @@ class SyncReport:
 
     @property
     def summary(self) -> str:
-        """The version, how much changed, its bytes, and the seconds of each stage, in a line."""
+        """The version, its profile, how much changed, its bytes, and the seconds of each stage, in a line."""
         stages = ", ".join(f"{stage} {seconds * 1e3:.1f} ms" for stage, seconds in self.seconds.items())
         share = f"{self.changed:,} changed ({self.density:.3%})"
-        return f"version {self.version}: {self.kind}, {share}, {self.bytes:,} bytes of {self.dense_bytes:,}; {stages}"
+        kind = f"{self.kind} in {self.profile}" if self.profile else self.kind
+        return f"version {self.version}: {kind}, {share}, {self.bytes:,} bytes of {self.dense_bytes:,}; {stages}"
 
     def __str__(self) -> str:
         return "\n".join((self.summary, *(f"note: {note}" for note in self.notes)))

@@ -12,7 +12,7 @@ from ... import plan
 from ...codec import PROFILES
 from ...errors import SparserlError, TensorMismatch
 from ...patch.slicing import PROFILES as SLICEABLE
-from ...plan import VaryingLink
+from ...plan import Link, VaryingLink
 from ...weights.holdings import MOST_HOLDINGS, MOST_PLACES, Holdings
 from ...weights.shards import Place
 from ...weights.table import TensorTable
@@ -219,6 +219,15 @@ class Receivers:
             is_another = lease.version is not None  # else it may be one that starts again and again
             takers[taker[:2]] = taker if same is None else same._replace(total=same.total + is_another)
         return [*takers.values()]
+
+    def reason(self, link: Link | str | None) -> str:
+        """Why patches are in the profile that they are in."""
+        if self.profile != "auto":
+            return "as asked" if self.profile == self._asked else "what most receivers take"
+        choice = f"quickest over {link}" if link is not None else "smallest"
+        measured = ", measured" if isinstance(link, VaryingLink) else ""
+        limited = "" if self.profiles is None else f", of {in_words(self.profiles)}"
+        return f"{choice}{measured}{limited}"
 
     def _choose(self, takers: Iterable[Takers], *, can_cut: bool) -> None:
         """Choose what patches are in, by what any rank has heard; say once if it is not what was asked for."""

@@ -328,7 +328,7 @@ class RunPublisher:
         self._maintenance.layout_begun(run.run)
         self._had_run = True
         notes = self._maintenance.begin(version, anchor if self._maintenance.saves_anchors else ready_anchor, watch)
-        return published_report(version, "anchor", sent, watch, notes)
+        return published_report(version, sent, watch, notes)
 
     def _publish_next(
         self, committed: CommittedVersion, changes: CapturedChanges, anchor: Patch | None, label: Label, watch: Watch
@@ -361,7 +361,7 @@ class RunPublisher:
             )
         self._run_writer.is_sending = False
         notes = self._maintenance.begin(version, anchor, watch)
-        return published_report(version, "patch", sent, watch, notes)
+        return published_report(version, sent, watch, notes, self._maintenance.receivers.reason(encoding.link))
 
     def _notify_source(self) -> None:
         """A version is committed: a source that tracks changes counts them from here."""

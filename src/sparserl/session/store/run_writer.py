@@ -272,21 +272,29 @@ class RunWriter:
 
 
 def published_report(
-    version: CommittedVersion, kind: str, sent: transfer.UploadedPatch, watch: Watch, notes: tuple[str, ...]
+    version: CommittedVersion,
+    sent: transfer.UploadedPatch,
+    watch: Watch,
+    notes: tuple[str, ...],
+    reason: str | None = None,
 ) -> SyncReport:
-    """What a publisher reports of a version that it has committed."""
+    """What a publisher reports of a version that it has committed.
+
+    reason: why a patch is in its profiles; None for an anchor.
+    """
     table = version.run.layout
     return SyncReport(
         run=version.run.run,
         version=version.head.version,
         digest=version.head.digest.hex,
-        kind=kind,
+        kind="anchor" if reason is None else "patch",
         changed=sent.manifest.changed,
         elements=table.elements,
         bytes=sent.written,
         dense_bytes=table.dense_bytes,
         seconds=watch.seconds,
         notes=notes,
+        profile=f"{'+'.join(sorted(sent.profiles))} ({reason})" if sent.profiles and reason else "",
     )
 
 

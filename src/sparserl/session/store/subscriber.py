@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...errors import InvalidField, NotFound, NotRetained, StoreError, Unavailable, WrongBase
@@ -404,9 +404,8 @@ class Subscriber(Receiver):
         self._accept_tensors(run.layout)
         is_anchor = bool(steps) and steps[0].base is None
         keeps_files = any(target.keeps_files for target in self.targets)
-        files: Mapping[str, bytes] | None = None
-        if keeps_files and (is_anchor or files_change(snapshot, self._current, goal)):
-            files = StoredFiles(self.store, snapshot.index.files_of(goal.version, run))
+        has_files = keeps_files and (is_anchor or files_change(snapshot, self._current, goal))
+        files = StoredFiles(self.store, snapshot.index.files_of(goal.version, run)) if has_files else None
         with watch.stage("fetch"):
             fetch = transfer.Fetch(
                 self.store,
@@ -435,6 +434,7 @@ class Subscriber(Receiver):
             dense_bytes=run.layout.dense_bytes,
             seconds=watch.seconds,
             behind=self._versions_behind(snapshot),
+            profile="" if is_anchor else "+".join(sorted({name for step in steps for name in step.profiles})),
         )
         self._staged = StagedVersion(goal, self._current, prepared, report)
         return report

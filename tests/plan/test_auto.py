@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import sparserl
-from benchmarks import traces
 from sparserl.weights.dtypes import BY_NAME, Bits
 
 TRACE = Path(__file__).parents[1] / "data" / "trace"
@@ -65,9 +64,11 @@ def run(master_in_bf16, rate=1e-5):
         yield {name: rounded(w) for name, w in weights.items()}
 
 
-@pytest.mark.parametrize("name", traces.runs(TRACE))
+@pytest.mark.parametrize("name", ["grpo_lr1e-6", "grpo_lr3e-6_T4"])
 def test_of_real_runs(name):
     """Changes that reinforcement learning made."""
+    from benchmarks import traces  # mutants are tested without it
+
     for old, new in traces.syncs(TRACE, name):
         assert_smallest(old, new)
 

@@ -111,6 +111,54 @@ def test_what_does_not_travel_is_named(folders, tmp_path):
     assert "not in the patch: optimizer.pt" in run("diff", base, tuned, "-o", tmp_path / "p").stderr
 
 
+def test_training_state_stays_with_its_weights(tmp_path):
+    """Of a Trainer's checkpoints, the result is the new one without its optimizer, not with that of the old."""
+    folder = trained(tmp_path)
+    before, after = folder / "checkpoint-1", folder / "checkpoint-2"
+    state = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"}
+    assert state < {path.name for path in before.iterdir()}
+    run("diff", before, after, "-o", tmp_path / "p")
+    said = run("apply", before, tmp_path / "p", "-o", tmp_path / "out")
+    assert f"left out: {', '.join(sorted(state))}" in " ".join(said.stderr.split())
+    assert contents(tmp_path / "out") == {n: data for n, data in contents(after).items() if n not in state}
+    made = json.loads(run("apply", before, tmp_path / "p", "-o", tmp_path / "again", "--json").stdout)
+    assert made["left_out"] == sorted(state)
+
+
+def test_training_state_is_not_lost(folders, tmp_path):
+    """In place, leaving it out would remove it: that is refused, as for any file that the result has not."""
+    base, tuned, _ = folders
+    run("diff", base, tuned, "-o", tmp_path / "p")
+    (base / "optimizer.pt").write_bytes(b"state")
+    before = contents(base)
+    result = invoke("apply", base, tmp_path / "p", "-o", base)
+    assert result.exit_code == 1
+    assert "would lose 'optimizer.pt'" in " ".join(result.stderr.split())
+    assert contents(base) == before
+
+
+def trained(tmp_path):
+    """A folder with the checkpoints of a real Trainer, one step apart."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    ids = torch.arange(8)
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "trained"), max_steps=2, save_steps=1, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    data = [{"input_ids": ids, "labels": ids}] * 16
+    transformers.Trainer(transformers.LlamaForCausalLM(config), arguments, train_dataset=data).train()
+    return tmp_path / "trained"
+
+
+def contents(folder):
+    """All files of a folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 def test_patches_without_files_are_as_before(folders, tmp_path):
     """Of single files, and of folders with the same files, not a byte differs from a patch of the weights."""
     base, tuned, last = folders

@@ -110,6 +110,8 @@ def apply(
 ) -> None:
     """Apply patches to BASE and write the result, together with the other files of its folder.
 
+    Training state and weights in other formats (.bin, .pt, .pth) are left out: they are those of BASE.
+
     Everything is verified before OUT is touched. OUT is replaced in one step, when the new weights are complete and on
     disk: whatever happens, it is either the old checkpoint or the new one. Patches that BASE already contains are
     skipped.
@@ -130,6 +132,8 @@ def apply(
         outcome = apply_to_checkpoint(base, chain, output, stage, threads=threads)
     for name in outcome.unreached:
         show.note(f"note: {name} is not part of the checkpoint and was copied unchanged")
+    if outcome.left_out:
+        show.note(f"note: of {base}'s weights alone, and left out: {', '.join(outcome.left_out)}")
     values = {
         "path": str(output),
         "digest": outcome.digest.hex,
@@ -138,6 +142,7 @@ def apply(
         "already": outcome.already,
         "unreached": list(outcome.unreached),
         "files": list(outcome.files),
+        "left_out": list(outcome.left_out),
     }
     summary = f"{outcome.changed:,} changes by {outcome.applied} of {len(chain)} patch(es)"
     if outcome.files:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 WEIGHT_FILES = (".safetensors", ".safetensors.index.json")
-_WEIGHTS = (*WEIGHT_FILES, ".bin", ".bin.index.json", ".pt", ".pth")
+_OTHER_STATE = (".bin", ".bin.index.json", ".pt", ".pth")
 
 
 def travelling_files(folder: Path) -> dict[str, Path]:
@@ -16,6 +16,11 @@ def travelling_files(folder: Path) -> dict[str, Path]:
 def files_left_behind(folder: Path) -> list[str]:
     """The files that do not travel: hidden ones, and weights other than those that are published."""
     return [name for name in _files(folder) if not _travels(name) and not name.endswith(WEIGHT_FILES)]
+
+
+def is_other_state(name: str) -> bool:
+    """Whether a file has training state, or weights in another format: it belongs to the weights of one version."""
+    return name.endswith(_OTHER_STATE)
 
 
 def changed_files(old: Path, new: Path) -> tuple[dict[str, bytes], list[str]]:
@@ -35,4 +40,5 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def _travels(name: str) -> bool:
-    return not name.endswith(_WEIGHTS) and not any(part.startswith(".") for part in name.split("/"))
+    is_hidden = any(part.startswith(".") for part in name.split("/"))
+    return not (is_hidden or is_other_state(name) or name.endswith(WEIGHT_FILES))

@@ -28,7 +28,7 @@ from ..patch.compose import require_chain
 from ..patch.matching import digest_of
 from ..patch.patch import file_changes
 from ..sources.checkpoint import Checkpoint, checkpoint_file, checkpoint_in, open_checkpoint
-from ..sources.checkpoint_files import WEIGHT_FILES
+from ..sources.checkpoint_files import WEIGHT_FILES, is_other_state
 from ..weights.digest import Digest
 from ..weights.local import LocalWeights
 from ..weights.table import TensorTable
@@ -48,7 +48,8 @@ class PatchedCheckpoint:
     """The result of `apply_to_checkpoint`. `already` says that the base had all patches, so that none was applied.
 
     `unreached` are safetensors files of the folder that do not belong to the checkpoint; they were copied unchanged.
-    `files` are the names of other files that the patches have written or removed.
+    `files` are the names of other files that the patches have written or removed. `left_out` are files of the base that
+    have training state or weights in another format: those of the base, which no patch changes.
     """
 
     path: Path
@@ -58,6 +59,7 @@ class PatchedCheckpoint:
     already: bool
     unreached: tuple[str, ...]
     files: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 def _is_weights(name: str) -> bool:
@@ -74,8 +76,9 @@ def apply_to_checkpoint(
 ) -> PatchedCheckpoint:
     """Apply patches, one after the other, to the checkpoint `base`, and write the result to `out`.
 
-    A file gives a file, a folder gives a folder with all its files (links are followed), of which those that the
-    patches carry are replaced. If `base` has some of the patches already, the rest is applied.
+    A file gives a file, a folder gives a folder with its other files (links are followed), of which those that the
+    patches carry are replaced. Training state and weights in other formats are left out: they are those of the base. If
+    `base` has some of the patches already, the rest is applied.
 
     Args:
         base: a safetensors file or a checkpoint folder.
@@ -118,6 +121,7 @@ def apply_to_checkpoint(
                 not rest and not files,
                 copy.unreached(checkpoint),
                 files,
+                copy.left_out,
             )
             if result.already and out.exists() and out.samefile(base):
                 swap.clear()
@@ -171,21 +175,24 @@ def _refuse_unrelated(base: Checkpoint, out: Path, table: TensorTable, changed_f
     real_out = out.resolve()
     if is_folder and real_base != real_out and (real_base in real_out.parents or real_out in real_base.parents):
         raise CheckpointError(f"one of {out} and {base.path} is inside the other; choose an output beside the base")
-    if not os.path.lexists(out) or real_base == real_out:
+    if not os.path.lexists(out):
         return
     if is_folder != out.is_dir():
         kinds = ("a folder", "a file") if is_folder else ("a file", "a folder")
         raise CheckpointError(f"the base is {kinds[0]}, but {out} exists and is {kinds[1]}; choose another output")
     if is_folder and not any(out.iterdir()):
         return
-    try:
-        table.require(tensor_table(open_checkpoint(out)), "the patch", str(out))
-    except WeightsError as error:
+    if real_base != real_out:
+        try:
+            table.require(tensor_table(open_checkpoint(out)), "the patch", str(out))
+        except WeightsError as error:
+            raise CheckpointError(
+                f"{out} exists and is not a version of the base; choose another output ({error})"
+            ) from error
+    if is_folder and (lost := sorted(_all_files(out) - _copied_files(base.path) - set(changed_files))):
         raise CheckpointError(
-            f"{out} exists and is not a version of the base; choose another output ({error})"
-        ) from error
-    if is_folder and (lost := sorted(_all_files(out) - _all_files(base.path) - set(changed_files))):
-        raise CheckpointError(f"{out} exists and would lose {lost[0]!r}, which {base.path} does not have")
+            f"{out} exists and would lose {lost[0]!r}, which the result does not have; choose another output"
+        )
 
 
 @contextlib.contextmanager
@@ -213,8 +220,10 @@ class _Copy:
         self._source = source
         self._draft = draft
         self._single = single
-        names = [name for name in _walk(source) if not weights_only or _is_weights(name)] if single is None else []
-        self._names = {name: name for name in names} if single is None else dict([single])
+        names = list(_walk(source)) if single is None else []
+        self.left_out = tuple(filter(is_other_state, names))
+        copied = (name for name in names if (_is_weights(name) if weights_only else not is_other_state(name)))
+        self._names = {name: name for name in copied} if single is None else dict([single])
         self._folders = sorted({str(above) for name in self._names for above in Path(name).parents} - {"."})
 
     @property
@@ -307,6 +316,10 @@ class _Copy:
 def _all_files(path: Path) -> set[str]:
     with Folder.open(path, links=True) as folder:
         return set(_walk(folder))
+
+
+def _copied_files(path: Path) -> set[str]:
+    return {name for name in _all_files(path) if not is_other_state(name)}
 
 
 def _walk(folder: Folder, below: str = "", above: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:

@@ -19,9 +19,10 @@ from sparserl.cli.app import app
 from sparserl.humanize import short_size
 from sparserl.patch.measuring import synthetic
 from sparserl.record import Recorder, Recording
+from sparserl.record.kinds import place
 from sparserl.record.page import page
 from sparserl.record.plots import share
-from sparserl.record.summary import projection, summary
+from sparserl.record.summary import by_layer, projection, summary
 from sparserl.weights.dtypes import BY_NAME, Bits
 
 NAMES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "input_layernorm")
@@ -125,6 +126,39 @@ def test_missing_parts_are_said(tmp_path: Path) -> None:
     assert texts(found, "li")[:2] == ["one", "two"]
 
 
+def test_other_names_are_shown(tmp_path: Path) -> None:
+    """Tensors of no known kind have rows of their own names, on the page and in JSON, as far as they are few."""
+    old, new = ({f"{n}.weight": bits for n, bits in enumerate(one.values())} for one in bits_of(0, 10))
+    recorder = Recorder(tmp_path / "plain.jsonl")
+    recorder.observe(old, new, version=1)
+    recording = Recording.read(recorder.path)
+    shown = texts(parsed(page(recording)), "text")
+    assert {f"{n}.weight" for n in range(8)} < {*shown}
+    rows = summary(recording)["precisions"]["bfloat16"]["by_layer"]
+    (sync,) = recording.syncs
+    assert [row["layer"] for row in rows] == [*old]
+    assert [row["density"] for row in rows] == [changed / 1000 for changed in sync.changed]
+    many = {f"{n % 3}.{n}": old["0.weight"] for n in range(100)}
+    recorder = Recorder(tmp_path / "many.jsonl")
+    recorder.observe(many, many, version=1)
+    rows = by_layer(Recording.read(recorder.path), "bfloat16")
+    assert [(row["layer"], row["tensors"]) for row in rows] == [("0.*", 34), ("1.*", 33), ("2.*", 33)]
+
+
+def test_densities_by_layer_and_version(recorded: Path) -> None:
+    """The figures have those of every sync, and of every layer and kind; layers are in order, the rest is last."""
+    recording = Recording.read(recorded)
+    figures = json.loads(json.dumps(summary(recording)))["precisions"]["bf16"]
+    assert [row["version"] for row in figures["by_version"]] == [1, 2, 3, 4]
+    assert [row["density"] for row in figures["by_version"]] == [sync.density for sync in recording.of("bf16")]
+    at = {(row["layer"], row["kind"]): row for row in figures["by_layer"]}
+    assert [*at] == [(layer, kind) for layer in "01" for kind in ("q", "o", "gate", "norm")]
+    changed = sum(sync.changed[0] for sync in recording.of("bf16"))
+    name = recording.tensors["bf16"].names[0]
+    expected = {"tensors": 1, "elements": 2000, "changed": changed, "density": changed / 8000}
+    assert at["0", place(name)[1]].items() >= expected.items()
+
+
 def test_nothing_changes(tmp_path: Path) -> None:
     """Syncs in which nothing changed make a page, and no division by nothing."""
     old, _ = bits_of(0, 10)
@@ -192,6 +226,34 @@ def test_the_commands(tmp_path: Path) -> None:
     assert (code, "is not a recording" in said) == (1, True)
     assert call("record", paths[0], "-o", run)[0] == 2
     assert call("report", run)[0] == 2
+
+
+def test_steps_are_recorded_in_their_order(tmp_path: Path) -> None:
+    """Checkpoints that the shell sorts by letters are compared in the order of their numbers, which are the versions."""
+    safetensors = pytest.importorskip("safetensors.numpy")
+    for folder in ("run", "other"):
+        for step in (100, 200, 1000):
+            (tmp_path / folder / f"checkpoint-{step}").mkdir(parents=True)
+            held = {"w": (np.arange(1000) < step).astype(np.float16)}
+            safetensors.save_file(held, tmp_path / folder / f"checkpoint-{step}" / "model.safetensors")
+
+    def call(*arguments: object) -> tuple[list[int], list[int], str]:
+        recording = tmp_path / f"{len([*tmp_path.iterdir()])}.jsonl"
+        done = CliRunner().invoke(app, ["record", *map(str, arguments), "-o", str(recording)])
+        assert done.exit_code == 0, done.output
+        syncs = Recording.read(recording).syncs
+        return [sync.version for sync in syncs], [sync.total for sync in syncs], done.output
+
+    by_letters = sorted((tmp_path / "run").iterdir())
+    assert [path.name for path in by_letters] == ["checkpoint-100", "checkpoint-1000", "checkpoint-200"]
+    versions, changed, said = call(*by_letters)
+    assert (versions, changed) == ([200, 1000], [100, 800])
+    assert "in the order of the numbers" in said
+    assert call(*by_letters, "--first", 7)[:2] == ([7, 8], [100, 800])
+    apart = (tmp_path / "run" / "checkpoint-1000", tmp_path / "other" / "checkpoint-100")
+    versions, changed, said = call(*apart)  # of different runs: as they are given
+    assert (versions, changed) == ([1], [900])
+    assert "order" not in said
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -31,7 +33,10 @@ def record(
     model: Annotated[
         str | None, typer.Option(help="A name for the model; by default that of the first checkpoint.")
     ] = None,
-    first: Annotated[int, typer.Option(help="The version number of the second checkpoint.")] = 1,
+    first: Annotated[
+        int | None,
+        typer.Option(help="The version of the second checkpoint; by default the number that its name ends with, or 1."),
+    ] = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="Merge recordings of all ranks of a trainer into that of the whole.")
     ] = False,
@@ -40,7 +45,8 @@ def record(
 ) -> None:
     """Compare each checkpoint with the next and record what a sync between them would send.
 
-    All must have the same tensors, dtypes and shapes. `sparserl report` turns the recording into a page.
+    All must have the same tensors, dtypes and shapes. Where names differ only in the number at their end, as those of
+    checkpoint-*/ do, the numbers are the order and the versions. `sparserl report` turns the recording into a page.
     """
     from ..record import Recorder
     from ..record.statistics import READS
@@ -51,16 +57,29 @@ def record(
         return
     if len(checkpoints) < 2:
         raise typer.BadParameter("give at least two checkpoints", param_hint="OLD NEW…")
-    opened = [open_checkpoint(path) for path in checkpoints]
-    recorder = Recorder(output, {"model": model or checkpoints[0].name})
+    versions = _by_version(checkpoints, first)
+    if checkpoints != [*versions.values()]:
+        show.note("note: in the order of the numbers at the end of their names")
+    opened = {version: open_checkpoint(path) for version, path in versions.items()}
+    recorder = Recorder(output, {"model": model or next(iter(versions.values())).name})
     changed = []
     with show.progress() as stage:
-        advance = stage("record", READS * sum(checkpoint.nbytes for checkpoint in opened[1:]))
-        for version, (old, new) in enumerate(zip(opened, opened[1:], strict=False), first):
+        advance = stage("record", READS * sum(checkpoint.nbytes for checkpoint in [*opened.values()][1:]))
+        for (_, old), (version, new) in pairwise(opened.items()):
             line = recorder.observe(old, new, version=version, precision=precision, threads=threads, progress=advance)
             changed.append(sum(line["changed"]))
     text = f"{output}: {len(changed)} sync(s), {sum(changed):,} changes; sparserl report {output} -o report.html"
     show.result(json, {"path": str(output), "syncs": len(changed), "changed": changed}, text)
+
+
+def _by_version(checkpoints: list[Path], first: int | None) -> dict[int, Path]:
+    """Checkpoints by version, oldest first: by the numbers at the end of names that are the same up to there."""
+    names = [re.fullmatch(r"(.*?)(\d+)", str(path).removesuffix(".safetensors")) for path in checkpoints]
+    numbered = {int(name[2]): path for name, path in zip(names, checkpoints, strict=True) if name is not None}
+    if len(numbered) < len(checkpoints) or len({name[1] for name in names if name is not None}) > 1:
+        return dict(enumerate(checkpoints, (1 if first is None else first) - 1))
+    ordered = dict(sorted(numbered.items()))
+    return ordered if first is None else dict(enumerate(ordered.values(), first - 1))
 
 
 def _merge(recordings: list[Path], output: Path, json: bool) -> None:

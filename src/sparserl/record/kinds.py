@@ -25,7 +25,8 @@ _KINDS = tuple(  # the first that matches; the order of columns is below
 )
 _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
 _FUSED_EXPERTS = re.compile(r"(?:^|\.)experts\.(?!\d)")
-ORDER = ("q", "k", "v", "qkv", "o", "router", "gate", "up", "down", "norm", "emb", "head", "other")
+OTHER = "other"
+ORDER = ("q", "k", "v", "qkv", "o", "router", "gate", "up", "down", "norm", "emb", "head", OTHER)
 
 
 def place(name: str) -> tuple[int | None, str]:
@@ -37,7 +38,7 @@ def place(name: str) -> tuple[int | None, str]:
     (None, 'head')
     """
     layer = _LAYER.search(name)
-    kind = next((kind for kind, pattern in _KINDS if pattern.search(name)), "other")
+    kind = next((kind for kind, pattern in _KINDS if pattern.search(name)), OTHER)
     return None if layer is None else int(layer[1]), kind
 
 

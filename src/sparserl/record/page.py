@@ -12,7 +12,7 @@ from ..humanize import duration, short_size, size
 from ..plan import Link
 from . import plots
 from .counts import EXPONENTS
-from .kinds import ORDER, place
+from .kinds import ORDER
 from .master_plots import gradient_table, master_plots, updates_sentence
 from .plots import power_of_two, share
 from .recording import Recording, Sync
@@ -122,7 +122,7 @@ def _over_time(recording: Recording) -> Iterable[str]:
         )
         yield plots.lines("Locality", again, share, beside=ever, note=note)
     for name, values in recording.numbers.items():
-        yield plots.lines(name.capitalize(), {name: values}, lambda v: f"{v:.3g}")
+        yield plots.lines(name.capitalize(), {name: values}, lambda v: f"{v:.3g}", from_zero=False)
 
 
 def _of_precision(recording: Recording, name: str, figures: Mapping[str, Any]) -> str:
@@ -133,7 +133,7 @@ def _of_precision(recording: Recording, name: str, figures: Mapping[str, Any]) -
     shares = list(figures["steps"].values())
     unit = "steps to the neighbouring number of the format"
     drawn = [
-        _heat(recording, name),
+        _heat(figures["by_layer"]),
         plots.rows(
             "Bits per change, by profile", figures["bits_per_change"], "{:.2f}".format, "Tensor table left out."
         ),
@@ -150,25 +150,16 @@ def _of_masters(recording: Recording, name: str, figures: Mapping[str, Any]) -> 
     return drawn and drawn + gradient_table(figures["gradients"])
 
 
-def _heat(recording: Recording, name: str) -> str:
-    counts: dict[tuple[str, str], list[int]] = {}
-    layers: set[int] = set()
-    for tensor, elements, changed in recording.rows(name):
-        layer, kind = place(tensor)
-        layers |= set() if layer is None else {layer}
-        cell = counts.setdefault(("–" if layer is None else str(layer), kind), [0, 0, 0])
-        for i, number in enumerate((elements, changed, 1)):
-            cell[i] += number
-    syncs = len(recording.of(name))
+def _heat(rows: Sequence[Mapping[str, Any]]) -> str:
     cells = {}
-    for (row, kind), (elements, changed, tensors) in counts.items():
-        value = changed / max(1, elements * syncs)
-        where = "outside the layers" if row == "–" else f"layer {row}"
-        cells[row, kind] = value, f"{kind}, {where}: {share(value)} of {elements:,} elements, {tensors} tensor(s)"
-    kinds = [kind for kind in ORDER if any(kind == k for _, k in counts)]
-    rows = [*map(str, sorted(layers)), *(["–"] if any(row == "–" for row, _ in counts) else [])]
-    note = "Mean over all syncs. An empty frame: nothing changed. Last row: outside the layers."
-    return plots.heat("Density by layer and kind", kinds, rows, cells, share, note)
+    for row in rows:
+        where = f"layer {row['layer']}" if row["layer"].isdigit() else row["layer"]
+        about = f"{share(row['density'])} of {row['elements']:,} elements, {row['tensors']} tensor(s)"
+        cells[row["layer"], row["kind"]] = row["density"], f"{row['kind']}, {where}: {about}"
+    kinds = [kind for kind in ORDER if any(kind == row["kind"] for row in rows)]
+    layers = list(dict.fromkeys(row["layer"] for row in rows))
+    note = "Mean over all syncs. An empty frame: nothing changed."
+    return plots.heat("Density by layer and kind", kinds, layers, cells, share, note)
 
 
 def _classes(syncs: Sequence[Sync]) -> Iterable[str]:
@@ -219,7 +210,7 @@ def _timeline(recording: Recording) -> Iterable[str]:
     note = "Stages one after the other, of the slowest receiver." + (
         f" The last {_BARS} versions." if len(recording.seconds) > _BARS else ""
     )
-    yield plots.columns("Stages", list(map(str, versions)), stacks, duration, below="version", note=note)
+    yield plots.columns("Stages", list(map(str, versions)), stacks, duration, below="version", note=note, cut_far=True)
     if "pause" in recorded:
         pauses = {v: seconds["pause"] for v, seconds in recording.seconds.items() if "pause" in seconds}
         yield plots.lines("Pause: weights that cannot be used", {"pause": pauses}, duration)

@@ -11,14 +11,16 @@ from html import escape
 
 WIDTH = 400
 HEIGHT = 210
-LEFT = 56
+LEFT = 62
 RIGHT = 8
 TOP = 10
 BOTTOM = 36
-POINTS = 150  # at most so many of a series are drawn
+STRETCHES = 75  # of a longer series, the lowest and the highest point of so many stretches are drawn
 _MOST_TICKS = 7  # of a logarithmic axis
-_FAR = 5.0  # columns so many times as high as the middle one are cut off, if they are few
+_FAR = 5.0  # a column so many times as high as the middle one may be cut off
 _CLOSE = 1.5  # curves whose highest value is at most so many times the lowest need no zero
+_CHARACTER = 7.0  # the width of one, at most
+_LONGEST = 24  # characters of a row's name
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 Shown = Callable[[float], str]
 
@@ -47,16 +49,18 @@ def lines(
     shown: Shown,
     *,
     beside: Sequence[Mapping[int, float]] = (),
+    from_zero: bool = True,
     note: str = "",
 ) -> str:
     """Curves over versions; on a logarithmic axis where they spread over more than a factor of twenty.
 
     beside: what each of them is held against, dashed.
+    from_zero: whether a linear axis begins at zero even where all values are close together.
     """
     curves = {name: _thinned(values) for name, values in series.items()}
     others = [_thinned(values) for values in beside]
     every = [*curves.values(), *others]
-    axis = _Axis([value for values in every for value in values.values()], from_zero=False)
+    axis = _Axis([value for values in every for value in values.values()], from_zero=from_zero)
     first = min(min(values) for values in every)
     last = max(max(values) for values in every)
 
@@ -73,7 +77,7 @@ def lines(
             hover = escape(f"{name}, version {version}: {shown(value)}")
             at = f'cx="{x(version):.1f}" cy="{axis.y(value):.1f}"'
             parts.append(f'<circle class="c{n % 8}" {at} r="2.4"><title>{hover}</title></circle>')
-    return figure(title, "".join(parts), HEIGHT, list(series) if len(series) > 1 else (), note)
+    return figure(title, "".join(parts), HEIGHT, list(series) if len(series) > 1 else (), axis.noted(note))
 
 
 def columns(
@@ -84,43 +88,44 @@ def columns(
     *,
     hover: Sequence[str] | None = None,
     log: bool = False,
+    cut_far: bool = False,
     below: str = "",
     note: str = "",
 ) -> str:
-    """Columns side by side, stacked where there are several series; a logarithmic axis is for one alone.
+    """Columns side by side, from zero up, stacked where there are several series.
 
-    Where few columns are far above all others, the axis is for the others: those few are cut off, and labelled.
+    log: whether the axis of a single series may be logarithmic, if it spreads over more than a factor of twenty.
+    cut_far: whether the axis is for the others where few columns are far above them. Those few are broken, and named
+        below the plot. Only for columns that are not shares of one whole.
     """
     totals = [sum(column) for column in zip(*stacks.values(), strict=True)]
-    cap = math.inf if log else _cap(totals)
-    axis = _Axis([min(total, cap) for total in totals], log)
+    cap = _cap(totals) if cut_far else math.inf
+    axis = _Axis([min(total, cap) for total in totals if total > 0] or [0.0], log=log)
     step = (WIDTH - LEFT - RIGHT) / len(labels)
     parts = [axis.grid(shown)]
-    cut = 0
+    cut = []
     for i, label in enumerate(labels):
         reached = 0.0
         for n, (name, values) in enumerate(stacks.items()):
-            if values[i] <= 0:
+            if values[i] <= 0 or reached >= cap:
                 continue
             foot = axis.y(min(reached, cap))
             reached += values[i]
             top = axis.y(min(reached, cap))
-            if foot <= top:
-                continue  # beyond the axis
             text = hover[i] if hover is not None else f"{label}, {name}: {shown(values[i])}"
             box = f'x="{LEFT + i * step + step * 0.1:.1f}" width="{step * 0.8:.1f}" y="{top:.1f}"'
             parts.append(
                 f'<rect class="c{n % 8}" {box} height="{max(0.5, foot - top):.1f}"><title>{escape(text)}</title></rect>'
             )
         if totals[i] > cap:
-            cut += 1
-            text = f"{escape(label)}: {escape(shown(totals[i]))}"
-            parts.append(
-                f'<text class="cut" x="{LEFT + (i + 1) * step + 2:.1f}" y="{TOP + 11 * cut - 2}">{text}</text>'
-            )
+            cut.append(f"{label} ({shown(totals[i])})")
+            ends = f'x1="{LEFT + i * step:.1f}" x2="{LEFT + (i + 1) * step:.1f}"'
+            parts.append(f'<line class="break" {ends} y1="{axis.y(cap) + 14:.1f}" y2="{axis.y(cap) + 8:.1f}"/>')
+    if cut:
+        note = f"{note} Higher than shown: {', '.join(cut)}.".strip()
     every = max(1, math.ceil(len(labels) * 44 / (WIDTH - LEFT - RIGHT)))
     parts += _ticks_below(range(0, len(labels), every), lambda i: LEFT + (i + 0.5) * step, below, labels.__getitem__)
-    return figure(title, "".join(parts), HEIGHT, list(stacks) if len(stacks) > 1 else (), note)
+    return figure(title, "".join(parts), HEIGHT, list(stacks) if len(stacks) > 1 else (), axis.noted(note))
 
 
 def rows(title: str, stacks: Mapping[str, Mapping[str, float]], shown: Shown, note: str = "") -> str:
@@ -156,7 +161,8 @@ def heat(
     live = [value for value, _ in cells.values() if value > 0]
     low, high = (min(live), max(live)) if live else (1.0, 1.0)
     span = math.log(high / low) or 1.0
-    left = 34
+    names = {row: _short(row) for row in down}
+    left = max(34.0, 10 + _CHARACTER * max(map(len, names.values()), default=0))
     tall = 13 if len(down) > 16 else 18
     wide = (WIDTH - left - RIGHT) / max(1, len(across))
     small = min(11.0, wide / (0.62 * max(map(len, across), default=1)))
@@ -168,7 +174,7 @@ def heat(
     for r, row in enumerate(down):
         y = 18 + r * tall
         if len(down) <= 20 or r % 5 == 0 or r == len(down) - 1:
-            drawn.append(f'<text x="{left - 5}" y="{y + tall - 4}" text-anchor="end">{escape(row)}</text>')
+            drawn.append(f'<text x="{left - 5:g}" y="{y + tall - 4}" text-anchor="end">{escape(names[row])}</text>')
         for i, column in enumerate(across):
             if (cell := cells.get((row, column))) is None:
                 continue
@@ -180,10 +186,11 @@ def heat(
     for n in range(40 if high > low else 0):
         shade = _shade(low * math.exp(span * n / 39), low, span)
         drawn.append(
-            f'<rect class="heat" fill-opacity="{shade:.3f}" x="{left + 70 + 3 * n}" y="{foot}" width="3" height="9"/>'
+            f'<rect class="heat" fill-opacity="{shade:.3f}" x="{104 + 3 * n}" y="{foot}" width="3" height="9"/>'
         )
-    ends = ((left + 64, "end", low), (left + 196, "start", high)) if live else ()
-    drawn += [f'<text x="{x}" y="{foot + 9}" text-anchor="{side}">{escape(shown(v))}</text>' for x, side, v in ends]
+    ends = ((98, "end", low), (230, "start", high)) if high > low else ((left, "start", low),)
+    for x, side, value in ends if live else ():
+        drawn.append(f'<text x="{x:g}" y="{foot + 9}" text-anchor="{side}">{escape(shown(value))}</text>')
     return figure(title, "".join(drawn), foot + 16, note=note)
 
 
@@ -192,19 +199,19 @@ def _cap(totals: Sequence[float]) -> float:
     usual = _FAR * sorted(totals)[len(totals) // 2]
     others = [total for total in totals if total <= usual]
     is_few = usual > 0 and 0 < len(totals) - len(others) <= len(totals) // 4
-    return 1.4 * max(others) if is_few else math.inf  # with room for the labels
+    return 1.2 * max(others) if is_few else math.inf
 
 
 class _Axis:
     """The vertical axis of some values: linear, or logarithmic where they spread too far.
 
+    log: whether it may be logarithmic.
     from_zero: whether a linear axis begins at zero even where all values are close together.
     """
 
-    def __init__(self, values: Sequence[float], log: bool | None = None, *, from_zero: bool = True) -> None:
+    def __init__(self, values: Sequence[float], *, log: bool = True, from_zero: bool = True) -> None:
         live = [value for value in values if value > 0]
-        wide = bool(live) and len(live) == len(values) and max(live) > 20 * min(live)
-        self._log = bool(live) and (wide if log is None else log)
+        self._log = log and len(live) == len(values) and max(live) > 20 * min(live)
         if self._log:
             self._make_logarithmic(min(live), max(live))
             return
@@ -238,6 +245,9 @@ class _Axis:
             value = max(self._low, math.log10(value)) if value > 0 else self._low
         return TOP + (HEIGHT - TOP - BOTTOM) * (1 - (value - self._low) / (self._high - self._low))
 
+    def noted(self, note: str) -> str:
+        return f"{note} The axis is logarithmic.".strip() if self._log else note
+
     def grid(self, shown: Shown) -> str:
         parts = []
         for tick in self.ticks:
@@ -253,15 +263,24 @@ def _nice(span: float) -> float:
     return next(power * n for n in (1, 2, 5, 10) if span / (power * n) <= 5)
 
 
+def _short(name: str) -> str:
+    """The end of a long name."""
+    return name if len(name) <= _LONGEST else f"…{name[1 - _LONGEST :]}"
+
+
 def _shade(value: float, low: float, span: float) -> float:
     return 0.1 + 0.9 * math.log(value / low) / span if span and value > low else 0.1
 
 
 def _thinned(values: Mapping[int, float]) -> dict[int, float]:
-    """Some of the values, in order, the last always among them."""
+    """Of a long series, the ends and of each stretch the lowest and the highest: no peak is left out."""
     versions = sorted(values)
-    every = math.ceil(len(versions) / POINTS)
-    return {version: values[version] for version in versions[:: -every or -1][::-1]}
+    wide = math.ceil(len(versions) / STRETCHES)
+    kept = {versions[0], versions[-1]}
+    for start in range(0, len(versions), wide):
+        stretch = versions[start : start + wide]
+        kept |= {min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)}
+    return {version: values[version] for version in sorted(kept)}
 
 
 def _ticks_below(

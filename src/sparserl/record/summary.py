@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from statistics import median
 from typing import Any
@@ -10,12 +11,14 @@ from ..codec import PROFILES
 from ..parallel import default_threads
 from ..plan import Link, Speeds, best, predict
 from .activity import expert_activity, locality
+from .kinds import ORDER, OTHER, place
 from .masters import gradient_figures, update_figures
 from .recording import Recording, Sync
 from .statistics import PARTS
 
 LINKS = ("100Mbit", "1Gbit", "10Gbit", "100Gbit", "400Gbit")
 SIZES = (7e9, 70e9, 671e9)  # elements of other models
+_ROWS = 40  # of tensors that stand outside the layers and are of no known kind
 
 
 def summary(recording: Recording) -> dict[str, Any]:
@@ -63,6 +66,10 @@ def _precision(recording: Recording, name: str) -> dict[str, Any]:
         "changed": changes,
         "density": median(sync.density for sync in syncs),
         "density_range": [min(sync.density for sync in syncs), max(sync.density for sync in syncs)],
+        "by_version": [
+            {"version": s.version, "changed": s.total, "density": s.density, "bytes": s.bytes()} for s in syncs
+        ],
+        "by_layer": by_layer(recording, name),
         "bytes": {profile: median(sync.bytes(profile) for sync in syncs) for profile in profiles},
         "ratio": sum(s.dense_bytes for s in syncs) / max(1, sum(s.bytes() for s in syncs)),
         "bits_per_change": {profile: bits(syncs, profile) for profile in profiles},
@@ -76,6 +83,44 @@ def _precision(recording: Recording, name: str) -> dict[str, Any]:
         "gradients": _gradients(syncs),
         "projection": projection(syncs) if changes and set(PROFILES) <= set(profiles) else [],
     }
+
+
+def by_layer(recording: Recording, precision: str) -> list[dict[str, Any]]:
+    """Density by layer and kind of tensor, over all syncs: layers in order, then what lies outside of them.
+
+    What lies outside and is of no known kind has its name in the place of a layer.
+    """
+    rows = list(recording.rows(precision))
+    names = _names([name for name, *_ in rows if place(name) == (None, OTHER)])
+    cells: dict[tuple[float, str, str], list[int]] = {}
+    for name, elements, changed in rows:
+        layer, kind = place(name)
+        key = (math.inf, names.get(name, "outside"), kind) if layer is None else (layer, str(layer), kind)
+        cells[key] = [a + b for a, b in zip(cells.get(key, (0, 0, 0)), (1, elements, changed), strict=True)]
+    syncs = len(recording.of(precision))
+    return [
+        {
+            "layer": layer,
+            "kind": kind,
+            "tensors": tensors,
+            "elements": elements,
+            "changed": changed,
+            "density": changed / max(1, elements * syncs),
+        }
+        for (_, layer, kind), (tensors, elements, changed) in sorted(
+            cells.items(), key=lambda cell: (cell[0][0], ORDER.index(cell[0][2]))
+        )
+    ]
+
+
+def _names(names: list[str]) -> dict[str, str]:
+    """What tensors are called in a table with few rows: their names, or as many leading parts of them as it takes."""
+    for parts in range(max((name.count(".") + 1 for name in names), default=0), 0, -1):
+        short = {name: ".".join(name.split(".")[:parts]) for name in names}
+        called = {name: start if start == name else f"{start}.*" for name, start in short.items()}
+        if len({*called.values()}) <= _ROWS:
+            return called
+    return {}
 
 
 def _gradients(syncs: list[Sync]) -> dict[str, Any] | None:

@@ -229,7 +229,7 @@ def test_the_commands(tmp_path: Path) -> None:
 
 
 def test_steps_are_recorded_in_their_order(tmp_path: Path) -> None:
-    """Checkpoints that the shell sorts by letters are compared in the order of their numbers, which are the versions."""
+    """Checkpoints that the shell sorts by letters are compared in the order of their numbers: the versions."""
     safetensors = pytest.importorskip("safetensors.numpy")
     for folder in ("run", "other"):
         for step in (100, 200, 1000):

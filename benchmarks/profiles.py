@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import sparserl
-from benchmarks import ceiling, traces
+from benchmarks import ceiling
 from benchmarks.ceiling import Ceilings
 from benchmarks.peers import PEERS, size
 from benchmarks.traces import Bits, Weights
@@ -66,14 +65,14 @@ def _require_equal(format: str, got: Weights, want: Weights) -> None:
             raise AssertionError(f"{format} did not reproduce {name!r}")
 
 
-def sizes(folder: Path, tick: Callable[[str], None]) -> list[Size]:
-    """All syncs of all traces, decoded and checked. The tensor table, which a run sends once, is left out."""
+def sizes(cases: Mapping[str, Iterable[tuple[Weights, Weights]]], tick: Callable[[str], None]) -> list[Size]:
+    """All syncs of each case, decoded and checked. The tensor table, which a run sends once, is left out."""
     out = []
-    for run in traces.runs(folder):
+    for case, syncs in cases.items():
         changed = dense = 0
         total: dict[str, int] = {}
-        for old, new in traces.syncs(folder, run):
-            tick(run)
+        for old, new in syncs:
+            tick(case)
             changed += sum(int(np.count_nonzero(old[n] != new[n])) for n in old)
             dense += sum(a.nbytes for a in new.values())
             for name in ("auto", *PROFILES):
@@ -88,7 +87,7 @@ def sizes(folder: Path, tick: Callable[[str], None]) -> list[Size]:
                 peer.decode_apply(payload, weights)
                 _require_equal(peer.name, weights, new)
                 total[peer.name] = total.get(peer.name, 0) + size(payload)
-        out += [Size(name, run, changed, nbytes, dense) for name, nbytes in total.items()]
+        out += [Size(name, case, changed, nbytes, dense) for name, nbytes in total.items()]
     return out
 
 

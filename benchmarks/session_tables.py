@@ -29,17 +29,21 @@ def tables(home: Path) -> list[str]:
 
 
 def _kills(runs: list[dict[str, Any]]) -> list[str]:
-    columns = ("store", "kills", "published", "committed", "seconds", "faults")
+    columns = ("kills", "published", "committed", "seconds", "faults")
+    killed = ("publisher, subscribers", "two ranks that publish")
     return [
         "## Kills",
         "",
-        "`make soak`: a publisher and two subscribers, killed with SIGKILL before drawn calls of their own and from",
-        "outside at drawn moments, and started again. In the end all hold the same bits, every version that was ever",
-        "reported was exact, and the store holds what its head needs and nothing else.",
+        "`make soak`: a publisher and two subscribers, or two ranks that publish together, killed with SIGKILL before",
+        "drawn calls of their own and from outside at drawn moments, and started again. In the end all hold the",
+        "same bits, every version that was ever reported was exact, and the store holds what its head needs alone.",
         "",
-        "| store | kills | versions published | commits | seconds | faults |",
-        "| --- " * len(columns) + "|",
-        *("| " + " | ".join(str(run[name]) for name in columns) + " |" for run in runs),
+        "| store | killed | kills | versions published | commits | seconds | faults |",
+        "| --- " * (2 + len(columns)) + "|",
+        *(
+            f"| {run['store']} | {killed['writers' in run]} | {' | '.join(f'{run[name]:,}' for name in columns)} |"
+            for run in runs
+        ),
         "",
     ]
 

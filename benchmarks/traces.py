@@ -2,7 +2,8 @@
 
 A trace folder holds `base.safetensors` (the weights before training) and, for each run, `RUN.json`,
 `RUN-warm.safetensors` (all changes of the first syncs in one) and `RUN-NNN.safetensors` for each sync
-after it. A change file has `TENSOR.indices` (int32, sorted, flat) and `TENSOR.values` (the new bf16 bits).
+after it. A change file has `TENSOR.indices` (int32, sorted, flat) and `TENSOR.values` (the new bf16 bits). A file may
+be coded as `benchmarks.planes` does, and has `.xz` behind its name then.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+import safetensors.torch
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file
+
+from benchmarks.planes import unpack
 
 Bits: TypeAlias = NDArray[np.uint16]
 Weights: TypeAlias = dict[str, Bits]
@@ -28,9 +31,8 @@ _CHUNK = 1 << 22
 
 
 def find_traces() -> Path:
-    """The folder of full traces where there is one, else the small cut kept with the tests."""
-    full = _REPO.parent / "shared" / "traces"
-    return full if full.is_dir() else _REPO / "tests" / "data" / "trace"
+    """The corpus, which is what every published size is measured on."""
+    return _REPO / "benchmarks" / "corpus"
 
 
 def runs(folder: Path) -> list[str]:
@@ -52,6 +54,32 @@ def syncs(folder: Path, run: str) -> Iterator[tuple[Weights, Weights]]:
         new = _patched(old, load(folder / f"{run}-{sync['sync']:03d}.safetensors"))
         yield _copied(old), _copied(new)
         old = new
+
+
+def joined(folder: Path, run: str, count: int) -> Iterator[tuple[Weights, Weights]]:
+    """Yield (old, new) with so many syncs in one, after the warm-up; without a count, the warm-up in one."""
+    versions = [old for old, _ in syncs(folder, run)]
+    if not count:
+        yield load(folder / "base.safetensors"), versions[0]
+        return
+    *_, (_, last) = syncs(folder, run)
+    yield from zip(versions, [*versions[count:], last], strict=False)
+
+
+def uniform(folder: Path, density: float) -> Iterator[tuple[Weights, Weights]]:
+    """Yield one (old, new): any element of the base may change, and moves by a hundredth of itself, up or down.
+
+    So NeMo-DCR (arXiv 2610.08430) was measured. A hundredth is one to three steps of bf16.
+    """
+    rng = np.random.default_rng(0)
+    old = load(folder / "base.safetensors")
+    new = {}
+    for name, bits in old.items():
+        factor = np.where(rng.random(bits.shape) < 0.5, np.float32(0.99), np.float32(1.01))
+        moved = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).float() * torch.from_numpy(factor)
+        moved_bits = moved.bfloat16().view(torch.int16).numpy().view(np.uint16)
+        new[name] = np.where(rng.random(bits.shape) < density, moved_bits, bits)
+    yield old, new
 
 
 def synthetic(nbytes: int, density: float, seed: int) -> tuple[Bits, Bits]:
@@ -93,8 +121,10 @@ class _Profile:
 
 
 def load(path: Path) -> dict[str, NDArray[Any]]:
-    """Tensors of a safetensors file; bf16 ones as uint16 bits."""
-    return {name: _as_numpy(tensor) for name, tensor in load_file(path).items()}
+    """Tensors of a safetensors file, which may be coded, by name; bf16 ones as uint16 bits."""
+    coded = path.with_name(f"{path.name}.xz")
+    data = unpack(coded.read_bytes()) if coded.exists() else path.read_bytes()
+    return {name: _as_numpy(tensor) for name, tensor in sorted(safetensors.torch.load(data).items())}
 
 
 def _as_numpy(tensor: torch.Tensor) -> NDArray[Any]:

@@ -1,19 +1,26 @@
-"""Cut a small real trace for the tests from the full traces: `python -m research.cut_trace`.
+"""Cut real traces, given in full, to what the repository keeps: `python -m research.cut_trace FULL`.
 
-It keeps leading rows of a few tensors and two syncs of each run, in the format of `benchmarks.traces`, with
-counts and densities of the cut. `model_density` stays that of the whole model.
+The corpus has the first half of the rows of every matrix, and all syncs; its files are coded as `benchmarks.planes`
+does. The small trace of the tests has leading rows of a few tensors and two syncs of each run, and can be cut from the
+corpus: `python -m research.cut_trace`. Counts and densities are those of the cut; `model_density` stays that of the
+whole model.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from numpy.typing import NDArray
+from safetensors.torch import save
 
-from benchmarks.traces import describe, runs
+from benchmarks.planes import pack
+from benchmarks.traces import describe, find_traces, load, runs
 
 # Shapes that differ: an embedding, norms, wide and square matrices, from early and late layers.
 ROWS = {
@@ -27,46 +34,61 @@ ROWS = {
     "model.norm.weight": 576,
 }
 SYNCS = 2
+HALF = 2  # the rows of every matrix of the corpus, over those of the full traces
 
+Numbers: TypeAlias = NDArray[Any]
 _REPO = Path(__file__).resolve().parents[1]
 
 
-def cut(source: Path, target: Path) -> None:
-    """Write the cut of the traces in `source` to `target`."""
+def main(full: Path | None) -> None:
+    """Cut the corpus from the full traces, where they are given, and the small trace from the corpus."""
+    corpus = find_traces()
+    if full is not None:
+        rows = {n: len(b) // HALF if b.ndim > 1 else len(b) for n, b in load(full / "base.safetensors").items()}
+        cut(full, corpus, rows, coded=True)
+    cut(corpus, _REPO / "tests" / "data" / "trace", ROWS, SYNCS)
+
+
+def cut(source: Path, target: Path, rows: Mapping[str, int], syncs: int | None = None, *, coded: bool = False) -> None:
+    """Write a cut of the traces in `source` to `target`."""
     target.mkdir(parents=True, exist_ok=True)
-    base = {name: t[: ROWS[name]].clone() for name, t in load_file(source / "base.safetensors").items() if name in ROWS}
-    save_file(base, target / "base.safetensors")
-    sizes = {name: tensor.numel() for name, tensor in base.items()}
+    whole = load(source / "base.safetensors")
+    base = {name: whole[name][:count] for name, count in rows.items()}
+    _write(target / "base.safetensors", base, coded)
+    sizes = {name: bits.size for name, bits in base.items()}
     for run in runs(source):
-        description = _cut_run(source, target, run, sizes)
+        description = describe(source, run)
+        kept = description["syncs"][:syncs]
+        for entry, tag in [(description["warm"], "warm"), *((sync, f"{sync['sync']:03d}") for sync in kept)]:
+            changes = _inside(load(source / f"{run}-{tag}.safetensors"), sizes)
+            _write(target / f"{run}-{tag}.safetensors", changes, coded)
+            entry["changed"] = sum(numbers.size for name, numbers in changes.items() if name.endswith(".indices"))
+            entry["density"] = entry["changed"] / sum(sizes.values())
+        description |= {"elements": sum(sizes.values()), "syncs": kept, "rows": dict(rows)}
         (target / f"{run}.json").write_text(json.dumps(description, indent=1) + "\n")
 
 
-def _cut_run(source: Path, target: Path, run: str, sizes: dict[str, int]) -> dict[str, Any]:
-    """Write the change files of one run and return its description with the cut's own figures."""
-    description = describe(source, run)
-    elements = sum(sizes.values())
-    kept = description["syncs"][:SYNCS]
-    for entry, tag in [(description["warm"], "warm"), *((sync, f"{sync['sync']:03d}") for sync in kept)]:
-        file = f"{run}-{tag}.safetensors"
-        entry["changed"] = _cut_changes(source / file, target / file, sizes)
-        entry["density"] = entry["changed"] / elements
-    return description | {"elements": elements, "syncs": kept, "rows": ROWS}
-
-
-def _cut_changes(source: Path, target: Path, sizes: dict[str, int]) -> int:
-    """Keep the changes inside the leading rows, which are those below the cut's size; return their number."""
-    changes = load_file(source)
-    kept: dict[str, torch.Tensor] = {}
+def _inside(changes: Mapping[str, Numbers], sizes: Mapping[str, int]) -> dict[str, Numbers]:
+    """The changes inside the leading rows, which are those below the cut's size."""
+    kept = {}
     for name, size in sizes.items():
-        indices = changes.get(f"{name}.indices", torch.empty(0, dtype=torch.int32))
+        indices = changes.get(f"{name}.indices", np.empty(0, np.int32))
         inside = int((indices < size).sum())
         if inside:
-            kept[f"{name}.indices"] = indices[:inside].clone()
-            kept[f"{name}.values"] = changes[f"{name}.values"][:inside].clone()
-    save_file(kept, target)
-    return sum(tensor.numel() for name, tensor in kept.items() if name.endswith(".indices"))
+            kept[f"{name}.indices"] = indices[:inside]
+            kept[f"{name}.values"] = changes[f"{name}.values"][:inside]
+    return kept
+
+
+def _write(path: Path, tensors: Mapping[str, Numbers], coded: bool) -> None:
+    """Write a safetensors file, in which numbers of two bytes are bf16 bits."""
+    held = {name: torch.from_numpy(np.ascontiguousarray(numbers)) for name, numbers in tensors.items()}
+    data = save({name: t.view(torch.bfloat16) if t.dtype == torch.uint16 else t for name, t in held.items()})
+    if coded:
+        path.with_name(f"{path.name}.xz").write_bytes(pack(data))
+    else:
+        path.write_bytes(data)
 
 
 if __name__ == "__main__":
-    cut(_REPO.parent / "shared" / "traces", _REPO / "tests" / "data" / "trace")
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)

@@ -112,9 +112,9 @@ def _cut(bits: Array) -> Array:
 
 def _chosen(old: Array, new: Array) -> Any:
     """The classes that a writer chooses for these changes."""
-    from sparserl import plan
     from sparserl.kernels import reference
     from sparserl.plan.changes import Changes
+    from sparserl.plan.classes import choose_classes
     from sparserl.weights.dtypes import BY_NAME
 
     positions, before, after = reference.diff(old, new)
@@ -125,7 +125,7 @@ def _chosen(old: Array, new: Array) -> Any:
         before=before,
     )
     where, numel = np.array([old.ctypes.data]), np.array([old.size])
-    classes, _ = plan.classes.choose(changes.dtype, where, numel, [changes], -(-old.size >> _TRACE_LOG))
+    classes, _ = choose_classes(changes.dtype, where, numel, [changes], -(-old.size >> _TRACE_LOG))
     return classes
 
 

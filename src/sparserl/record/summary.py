@@ -98,18 +98,10 @@ def by_layer(recording: Recording, precision: str) -> list[dict[str, Any]]:
         key = (math.inf, names.get(name, "outside"), kind) if layer is None else (layer, str(layer), kind)
         cells[key] = [a + b for a, b in zip(cells.get(key, (0, 0, 0)), (1, elements, changed), strict=True)]
     syncs = len(recording.of(precision))
+    columns = ("layer", "kind", "tensors", "elements", "changed", "density")
     return [
-        {
-            "layer": layer,
-            "kind": kind,
-            "tensors": tensors,
-            "elements": elements,
-            "changed": changed,
-            "density": changed / max(1, elements * syncs),
-        }
-        for (_, layer, kind), (tensors, elements, changed) in sorted(
-            cells.items(), key=lambda cell: (cell[0][0], ORDER.index(cell[0][2]))
-        )
+        dict(zip(columns, (*key[1:], *cell, cell[2] / max(1, cell[1] * syncs)), strict=True))
+        for key, cell in sorted(cells.items(), key=lambda row: (row[0][0], ORDER.index(row[0][2])))
     ]
 
 

@@ -189,7 +189,8 @@ def _refuse_unrelated(base: Checkpoint, out: Path, table: TensorTable, changed_f
             raise CheckpointError(
                 f"{out} exists and is not a version of the base; choose another output ({error})"
             ) from error
-    if is_folder and (lost := sorted(_all_files(out) - _copied_files(base.path) - set(changed_files))):
+    kept = {name for name in _all_files(base.path) if not is_other_state(name)} if is_folder else set()
+    if is_folder and (lost := sorted(_all_files(out) - kept - set(changed_files))):
         raise CheckpointError(
             f"{out} exists and would lose {lost[0]!r}, which the result does not have; choose another output"
         )
@@ -316,10 +317,6 @@ class _Copy:
 def _all_files(path: Path) -> set[str]:
     with Folder.open(path, links=True) as folder:
         return set(_walk(folder))
-
-
-def _copied_files(path: Path) -> set[str]:
-    return {name for name in _all_files(path) if not is_other_state(name)}
 
 
 def _walk(folder: Folder, below: str = "", above: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:

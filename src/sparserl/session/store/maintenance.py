@@ -318,7 +318,7 @@ class Maintenance:
         def encode(upload: Upload) -> Patch:
             return self.encode_anchor(weights_of(number), upload) if ready is None else upload.add_all(ready[1])
 
-        written, sent = self._writer.send(version.run, encode, Watch())
+        written, sent = self._writer.send(version.run, encode, Watch(), None)
         step = sent.step(None, number, self._writer.clock())
         step = _label_of(version.index.steps, number).on(step)  # the patch with this label may go
         self._writer.amend(version.run.run, self.retaining(step))

@@ -93,11 +93,12 @@ class RunWriter:
         return self.writers.lead("begin", begin, RunRecord.to_bytes, lambda data: RunRecord.parse(data, "the run"))
 
     def send(
-        self, run: RunRecord, encode: Callable[[transfer.Upload], Patch], watch: Watch, base: Digest = NOTHING
+        self, run: RunRecord, encode: Callable[[transfer.Upload], Patch], watch: Watch, base: Digest | None = NOTHING
     ) -> tuple[Patch, transfer.UploadedPatch]:
         """Every rank encodes and uploads what it has; when all of it is there, the manifest is written.
 
-        base: the digest of the version that the patch starts from.
+        base: the digest of the version that the patch starts from; None for one behind a version, which is not announced
+            to followers, nor to whoever asked for progress.
 
         Returns:
             The patch of this rank, and what all ranks have uploaded.
@@ -109,8 +110,9 @@ class RunWriter:
             wait = functools.partial(watch.stage, "upload")
             holdings = self.holdings_for(run.layout)
             announced_base = base if self.writers.rank == 0 else None
+            progress = None if base is None else self._progress
             with transfer.Upload(
-                self.store, run.run, place, run.layout, self._progress, wait, holdings, announced_base
+                self.store, run.run, place, run.layout, progress, wait, holdings, announced_base
             ) as upload:
                 patches.append(encode(upload))
                 share = upload.finish(patches[0])
@@ -149,7 +151,7 @@ class RunWriter:
 
     def send_alone(self, run: RunRecord, patch: Patch) -> transfer.UploadedPatch:
         """Upload a patch that this process has all of."""
-        return transfer.send(self.store, run.run, patch, self._progress)
+        return transfer.send(self.store, run.run, patch)
 
     def commit(
         self,

@@ -97,8 +97,8 @@ class RunWriter:
     ) -> tuple[Patch, transfer.UploadedPatch]:
         """Every rank encodes and uploads what it has; when all of it is there, the manifest is written.
 
-        base: the digest of the version that the patch starts from; None for one behind a version, which is not announced
-            to followers, nor to whoever asked for progress.
+        base: the digest of the version that the patch starts from; None for a patch behind a version, of which neither
+            followers are told nor whoever asked for progress.
 
         Returns:
             The patch of this rank, and what all ranks have uploaded.

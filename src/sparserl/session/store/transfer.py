@@ -227,9 +227,9 @@ def put_manifest(store: Store, sent: UploadedPatch) -> None:
     store.put(path(sent.manifest.run, "manifests", sha256(record)), record)
 
 
-def send(store: Store, run: str, patch: Patch, progress: Progress | None = None) -> UploadedPatch:
+def send(store: Store, run: str, patch: Patch) -> UploadedPatch:
     """Write the buckets of a patch, then its manifest."""
-    with Upload(store, run, secrets.token_hex(8), patch.table, progress) as upload:
+    with Upload(store, run, secrets.token_hex(8), patch.table) as upload:
         sent = joined(patch.table, [upload.finish(upload.add_all(patch))])
     put_manifest(store, sent)
     return sent

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import math
 import os
+import re
 import secrets
 import stat
 import tempfile
@@ -20,10 +21,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
+from urllib.parse import unquote_to_bytes
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_CLOEXEC | os.O_NONBLOCK  # opening a pipe must not block
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+_FILE_URL = re.compile(r"file:(//|(?=/))", re.IGNORECASE)  # a `Path` of a URL has one slash where there were three
 _MAX_DEPTH = 100  # of nested folders that are removed
 _LOCK_POLL = 0.05  # seconds between two attempts to take a lock
 
@@ -288,6 +291,13 @@ def unnamed() -> Iterator[BinaryIO]:
     """A temporary file without a name: it vanishes when the last process that has it open closes it."""
     with tempfile.TemporaryFile(prefix="sparserl-") as file:
         yield cast("BinaryIO", file)
+
+
+def path_of(url: str | os.PathLike[str]) -> Path:
+    """The path that is meant by a `file://` URL, as `Path.as_uri()` writes it, or by a path, which is not decoded."""
+    text = os.fspath(url)
+    scheme = _FILE_URL.match(text)
+    return Path(os.fsdecode(unquote_to_bytes(os.fsencode(text[scheme.end() :]))) if scheme else text)
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:

@@ -9,6 +9,8 @@ import sparserl
 from sparserl import Publisher, Subscriber, targets
 from sparserl.errors import SessionError, TensorMismatch, Unavailable, WeightsError
 from sparserl.session import logs
+from sparserl.transport.stores.versioned import split_version
+from tests.cli.session_commands import invoke
 from tests.session.policy import Policy, bits
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -283,6 +285,32 @@ def test_paths_are_stores(tmp_path, monkeypatch):
         mine = policy.empty()
         assert Subscriber(url, mine).sync().run == publisher.run
         assert bits(mine) == bits(policy.weights)
+
+
+def test_urls_of_files_are_decoded(tmp_path, monkeypatch):
+    """As `Path.as_uri()` writes them, in any case; a plain path is what it says, though it has a percent sign in it."""
+    policy = Policy()
+    for name in ("sp ace ü", "100%", "a%20b", "a?b#c", "ends@3"):
+        folder = tmp_path / name
+        with Publisher(folder.as_uri(), policy.weights) as publisher:
+            publisher.publish()
+            assert publisher.store.url == folder.as_uri()
+        assert (folder / "head.json").is_file()
+        for url in (folder, str(folder), folder.as_uri(), folder.as_uri().replace("file", "FILE", 1)):
+            target, mirror = folder.with_name(f"{name}-held"), folder.with_name(f"{name}-mirror")
+            with Subscriber(url, sparserl.targets.folder(target.as_uri()), mirror=mirror.as_uri()) as subscriber:
+                subscriber.sync()
+                assert subscriber.version == 0
+            assert (target / "current").exists()
+            assert (mirror / "head.json").exists()
+        assert split_version(folder.as_uri()) == (folder.as_uri(), None)
+        assert split_version(f"{folder.as_uri()}@7") == (folder.as_uri(), 7)
+    monkeypatch.chdir(tmp_path)
+    for url in (tmp_path.as_uri().upper()[:4] + tmp_path.as_uri()[4:] + "/100%25@0", "100%@0"):
+        assert invoke("export", url, "-o", tmp_path / f"out-{len(url)}").exit_code == 0
+    assert len(list(tmp_path.iterdir())) == 3 * 5 + 2
+    with pytest.raises(sparserl.SparserlError, match="has a zero in it"):
+        Subscriber(f"{tmp_path.as_uri()}/a%00b", policy.weights)
 
 
 @pytest.mark.parametrize("url", ["s3:bucket/run", "s3:/bucket/run", "ftp://host/run", "s3://", "http:host", ""])

@@ -14,6 +14,7 @@ import pytest
 from sparserl.errors import FormatError, NotFound, StoreError, Unavailable
 from sparserl.session.store.retention import read_head
 from sparserl.transport import open_store
+from sparserl.transport.stores.base import Retry
 from tests.transport.serve_program import serving
 
 S3 = {"region": "us-east-1", "access_key_id": "key", "secret_access_key": "secret"}
@@ -109,10 +110,21 @@ def test_a_missing_or_wrong_token(tmp_path: Path) -> None:
                 open_store(url, token=token).get("head.json", 100)
 
 
-def test_a_plain_endpoint_is_a_decision() -> None:
-    with pytest.raises(StoreError, match=r"plain http.*AWS_ALLOW_HTTP=true") as told:
-        open_store("s3://bucket/run", endpoint="http://127.0.0.1:9", **S3).get("head.json", 100)
-    assert not isinstance(told.value, Unavailable)
+def test_a_plain_endpoint_is_a_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whoever writes http:// in an argument, here as on the command line; not of the environment alone."""
+    once = {"retry": Retry(attempts=1), **S3}
+    for url in ("s3://bucket/run", "S3://bucket/run"):
+        for endpoint in ("http://127.0.0.1:9", "HTTP://127.0.0.1:9"):
+            store = open_store(url, endpoint=endpoint, **once)
+            assert store.url == "s3://bucket/run"
+            with pytest.raises(Unavailable):  # it was asked, and nobody is there
+                store.get("head.json", 100)
+    refused = {"endpoint": "http://127.0.0.1:9", "client_options": {"allow_http": False}}
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    for options in ({}, refused):
+        with pytest.raises(StoreError, match=r"plain http.*AWS_ALLOW_HTTP=true") as told:
+            open_store("s3://bucket/run", **once, **options).get("head.json", 100)
+        assert not isinstance(told.value, Unavailable)
 
 
 def test_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,11 +133,12 @@ def publish(
 
 def _require_apart(checkpoint: Path, url: str) -> None:
     """Raise `SessionError` where the store would lie inside the checkpoint."""
+    from ..files import path_of
     from ..transport.stores.opening import scheme_of
 
     if scheme_of(url) != "file":
         return
-    store = Path(url.removeprefix("file://")).absolute().resolve()
+    store = path_of(url).absolute().resolve()
     folder = checkpoint.resolve()
     if checkpoint.is_dir() and (store == folder or folder in store.parents):
         raise SessionError(f"the store {url} would lie inside the checkpoint {checkpoint}; choose a folder beside it")

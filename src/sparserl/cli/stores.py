@@ -66,8 +66,6 @@ def _object_storage_options(scheme: str, endpoint: str | None, region: str | Non
             if scheme in ("file", "http", "https"):
                 raise typer.BadParameter(f"is for object storage, not for {scheme}://", param_hint=f"--{name}")
             options[name] = value
-    if endpoint is not None and endpoint.startswith("http://"):
-        options["client_options"] = {"allow_http": True}
     return options
 
 

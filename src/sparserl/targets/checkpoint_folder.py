@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CheckpointError, WeightsError
-from ..files import Folder
+from ..files import Folder, path_of
 from ..sources.checkpoint import checkpoint_in
 from ..sources.safetensors import HEADER_BYTES, encode_header, parse_json, require_savable
 from ..weights.digest import digest
@@ -82,7 +82,7 @@ class FolderTarget:
     keeps_files = True
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2, threads: int | None = None) -> None:
-        self.root = Path(folder).absolute()
+        self.root = path_of(folder).absolute()
         self.keep = max(1, keep)
         self._threads = threads
         self._folders: _OpenFolders | None = None

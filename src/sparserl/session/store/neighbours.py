@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import SessionError, SparserlError
+from ...files import path_of
 from ...transport.stores.base import Retry, Store
 from ...transport.stores.mirror import MirrorStore
 from ...transport.stores.nearest import NearestStore
@@ -41,13 +42,13 @@ class NeighbourOptions:
         if isinstance(self.near, str):
             raise SessionError(f"near is {self.near!r}; it must be a list of URLs")
         for url in self.near:
-            if not str(url).startswith(("http://", "https://")):
+            if not str(url).lower().startswith(("http://", "https://")):
                 raise SessionError(f"near has {url!r}; write the URL of another receiver, as http://neighbour:9000")
         if self.serve is not None and not isinstance(self.serve, str):
             raise SessionError(f"serve is {self.serve!r}; write HOST:PORT, as 0.0.0.0:9000")
         if self.serve is not None and self.token is not None and not TOKEN.fullmatch(self.token):
             raise SessionError("a token is visible ASCII without spaces, and not empty")
-        if self.mirror is not None and (not str(self.mirror) or "://" in str(self.mirror)):
+        if self.mirror is not None and (not str(self.mirror) or "://" in str(path_of(self.mirror))):
             raise SessionError(f"mirror is {str(self.mirror)!r}; it must be the path of a folder")
         if self.serve is not None and self.mirror is None:
             raise SessionError("serve= needs mirror=, a folder for what neighbours may ask for")
@@ -58,7 +59,7 @@ class NeighbourOptions:
             neighbours = [open_store(url, token=self.token, retry=_QUICK) for url in self.near]
             store = NearestStore(store, neighbours)
         if self.mirror is not None:
-            store = MirrorStore(store, self.mirror, HEAD)
+            store = MirrorStore(store, path_of(self.mirror), HEAD)
         return store
 
 

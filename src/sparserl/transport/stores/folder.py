@@ -44,7 +44,7 @@ class FolderStore:
 
     def __init__(self, path: str | os.PathLike[str], wait: float = 10.0) -> None:
         self.root = Path(path).absolute()
-        self.url = f"file://{self.root}"
+        self.url = self.root.as_uri()
         self._wait = wait
         self._timed_out = False  # whether the last wait for the lock was in vain
         self._drafts: tuple[str, Folder] | None = None  # the name and the folder of our drafts, which is locked

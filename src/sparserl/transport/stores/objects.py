@@ -61,8 +61,9 @@ class ObjectStore:
             "connect_timeout": _CONNECT_TIMEOUT,
             **(options.pop("client_options", None) or {}),
         }
-        if switch("AWS_ALLOW_HTTP", *_YES, *_NO) in _YES:
-            client["allow_http"] = True  # obstore reads that variable only if it is given no client options
+        is_plain = str(options.get("endpoint")).lower().startswith("http://")
+        if switch("AWS_ALLOW_HTTP", *_YES, *_NO) in _YES or is_plain:
+            client.setdefault("allow_http", True)  # obstore reads the variable only if it is given no client options
         untyped_from_url: Any = from_url
         try:
             self._store: Any = untyped_from_url(url, client_options=client, retry_config={"max_retries": 0}, **options)
@@ -220,7 +221,7 @@ class ObjectStore:
         if "BadScheme" in text or "URL scheme is not allowed" in text:
             return StoreError(
                 f"{self.url}: the endpoint is plain http, which sends keys and weights unencrypted. If that is meant: "
-                "set AWS_ALLOW_HTTP=true, or give client_options={'allow_http': True}; --endpoint http://… does it, too"
+                "give the endpoint itself (endpoint=, --endpoint), or set AWS_ALLOW_HTTP=true"
             )
         if (
             _METADATA_HOST in text and not self._has_answered

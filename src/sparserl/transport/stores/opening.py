@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import SessionError, StoreError
+from ...files import path_of
 from .base import Retry, Store
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
@@ -15,7 +16,7 @@ OBJECT_STORAGE = ("s3", "gs", "az")
 
 
 def scheme_of(url: str | Path) -> str:
-    """The scheme of a store's URL; `file` for a path.
+    """The scheme of a store's URL, in lower case; `file` for a path.
 
     Raises:
         StoreError: It is no URL of a store, but too much like one to be a path.
@@ -26,6 +27,7 @@ def scheme_of(url: str | Path) -> str:
         if not text:
             raise StoreError("the URL of a store is empty")
         return "file"
+    scheme = scheme.lower()
     if not rest or scheme not in ("file", "http", "https", *OBJECT_STORAGE):
         raise StoreError(
             f"{text!r} is not the URL of a store; write a path, file:///path, s3://bucket/path, gs://bucket/path, "
@@ -45,7 +47,7 @@ def open_store(
     """Open the store at a URL.
 
     Args:
-        url: The path of a folder, `file:///path`, `s3://bucket/path`, `gs://bucket/path` or `az://container/path`, to
+        url: The path of a folder, its URL `file:///path`, in which `%20` is a space, `s3://bucket/path`, `gs://bucket/path` or `az://container/path`, to
             read and to write; `http(s)://host/path`, as `sparserl serve` offers it, to read.
         token: sent as `Authorization: Bearer …` to an http(s) store.
         ca: a file with certificates, in PEM, of authorities to trust besides those of the system; by default the one
@@ -69,18 +71,18 @@ def open_store(
     if scheme == "file":
         from .folder import FolderStore
 
-        path = str(url).removeprefix("file://")
-        return FolderStore(path if path != str(url) else _expanded(path))
+        return FolderStore(_expanded(path_of(url)))
+    url = scheme + str(url)[len(scheme) :]
     if scheme in ("http", "https"):
         from .web import WebStore
 
-        return WebStore(str(url), token=token, retry=retry or Retry(), options=options)
+        return WebStore(url, token=token, retry=retry or Retry(), options=options)
     from .objects import ObjectStore
 
     if ca is None and (bundle := os.environ.get("SSL_CERT_FILE")) and Path(bundle).is_file():
         options = _trusting(options, Path(bundle))  # as Python does on its own for http(s) stores
 
-    return ObjectStore(str(url), retry=retry or Retry(), options=options)
+    return ObjectStore(url, retry=retry or Retry(), options=options)
 
 
 def open_writable(url: str | Path | Store) -> Store:
@@ -103,8 +105,10 @@ def _trusting(options: dict[str, Any], ca: Path) -> dict[str, Any]:
     return {**options, "client_options": client}
 
 
-def _expanded(path: str) -> Path:
+def _expanded(path: Path) -> Path:
     try:
-        return Path(path).expanduser()
+        if "\0" in str(path):
+            raise RuntimeError("no path has a zero in it")
+        return path.expanduser()
     except RuntimeError as error:
-        raise StoreError(f"{path!r}: {error}") from error
+        raise StoreError(f"{str(path)!r}: {error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from ...files import path_of
 
 
 def split_version(text: str) -> tuple[str, int | None]:
@@ -11,6 +11,6 @@ def split_version(text: str) -> tuple[str, int | None]:
     A folder whose own name ends like that is taken as it is.
     """
     url, _, version = text.rpartition("@")
-    if not url or not version.isascii() or not version.isdigit() or Path(text.removeprefix("file://")).exists():
+    if not url or not version.isascii() or not version.isdigit() or path_of(text).exists():
         return text, None
     return url, int(version)

@@ -64,11 +64,20 @@ class Engine:
         return version
 
 
-def post(engine, *demands, path="/v1/completions", chunks=(b"{}",), kind=b"application/json", **scope):
+def post(
+    engine,
+    *demands,
+    path="/v1/completions",
+    chunks=(b"{}",),
+    kind=b"application/json",
+    raw=(),
+    headers_as=dict,
+    **scope,
+):
     """The status of an answer, its headers and its body; None where the app behind was not reached unchanged."""
 
     async def app(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind), *raw]})
         for chunk in chunks:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body"})
@@ -83,7 +92,7 @@ def post(engine, *demands, path="/v1/completions", chunks=(b"{}",), kind=b"appli
     request["app"] = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
     asyncio.run(VersionMiddleware(app)(request, None, send))
     start, *bodies = sent
-    return start["status"], dict(start["headers"]), b"".join(message.get("body", b"") for message in bodies)
+    return start["status"], headers_as(start["headers"]), b"".join(message.get("body", b"") for message in bodies)
 
 
 def said(headers):
@@ -124,10 +133,69 @@ def test_refusals():
         "code": 412,
     }
     assert post(Engine(f"{RUN}:7"), "newest")[0] == 400
-    assert post(Engine(f"{RUN}:7"), "7", "8")[0] == 412  # every demand counts
+    for demands in (("7", "8"), ("7", "7"), ("7, 8",)):  # a request has one, however a proxy writes several
+        assert post(Engine(f"{RUN}:7"), *demands)[0] == 400
 
 
-@pytest.mark.parametrize("version", [None, "1\r\nset-cookie: a", "é"])
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "HEAD", "POST"])
+def test_a_demand_counts_for_every_method(method):
+    """Whatever is asked, it is refused, or answered by the version that was demanded, which the answer names."""
+    for path in ("/v1/models", "/tokenize", "//v1/completions"):
+        assert post(Engine(f"{RUN}:7"), "8", path=path, method=method)[0] == 412
+        status, headers, _ = post(Engine(f"{RUN}:7", f"{RUN}:7"), "7", path=path, method=method)
+        assert status == 200
+        assert said(headers)["x-sparserl-start-version"] == f"{RUN}:7"
+
+
+def websocket(engine, *demands, extensions=None):
+    """What a websocket that makes demands gets to hear, from an app that takes every one."""
+
+    async def app(scope, receive, send):
+        await send({"type": "websocket.accept", "headers": [(b"X-Sparserl-Start-Version", b"forged:1"), (b"a", b"b")]})
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(MIN_VERSION.lower().encode(), demand.encode()) for demand in demands]
+    request = {"type": "websocket", "path": "/v1/realtime", "headers": headers, "extensions": extensions}
+    request["app"] = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
+    asyncio.run(VersionMiddleware(app)(request, None, send))
+    return sent
+
+
+def test_a_demand_counts_when_a_websocket_is_opened():
+    """It is refused before the app hears of it, by a status where the server can send one."""
+    start = (b"x-sparserl-start-version", f"{RUN}:7".encode())
+    taken = {"type": "websocket.accept", "headers": [(b"a", b"b")]}
+    assert websocket(Engine()) == [taken]
+    assert websocket(Engine(f"{RUN}:7"), "7") == [{**taken, "headers": [(b"a", b"b"), start]}]
+    assert websocket(Engine(f"{RUN}:7"), "8") == [{"type": "websocket.close", "code": 1008}]
+    for demand, status in (("8", 412), ("newest", 400)):
+        opened, body = websocket(Engine(f"{RUN}:7"), demand, extensions={"websocket.http.response": {}})
+        assert (opened["type"], opened["status"]) == ("websocket.http.response.start", status)
+        assert start in opened["headers"]
+        assert json.loads(body["body"])["error"]["code"] == status
+
+
+def test_nobody_else_tells_versions():
+    """Headers of the app, or of what stands behind it, do not pass for ours; others stay, though there are two."""
+    forged = [(b"X-Sparserl-Start-Version", b"forged:1"), (b"x-sparserl-end-version", b"forged:2")]
+    others = [(b"set-cookie", b"a=1"), (b"set-cookie", b"b=2")]
+    for path, versions in (("/v1/completions", [f"{RUN}:7".encode(), f"{RUN}:8".encode()]), ("/version", [])):
+        headers = post(Engine(f"{RUN}:7", f"{RUN}:8"), path=path, raw=[*forged, *others], headers_as=list)[1]
+        assert [value for name, value in headers if name.lower().startswith(b"x-sparserl")] == versions
+        assert [header for header in headers if header[0] == b"set-cookie"] == others
+
+
+def test_a_stream_that_grows_has_no_length():
+    """A comment is added to it, so that a length that the app has counted would cut it off."""
+    headers = post(Engine(f"{RUN}:7", f"{RUN}:8"), kind=STREAM, raw=[(b"Content-Length", b"2")])[1]
+    assert b"Content-Length" not in headers
+
+
+@pytest.mark.parametrize("version", [None, 7, "", " ", "1\r\nset-cookie: a", "é"])
 def test_an_engine_that_has_no_version_to_tell(version):
     """Replicas may differ in the middle of a commit, and anyone can name weights: answers say `unknown`."""
     status, headers, _ = post(Engine(version, f"{RUN}:8"))

@@ -29,7 +29,10 @@ MIN_VERSION = "X-Sparserl-Min-Version"
 START_VERSION = "X-Sparserl-Start-Version"
 END_VERSION = "X-Sparserl-End-Version"
 _VERSION = re.compile(r"(?:([^\s:]+):)?([0-9]{1,18})", re.ASCII)
+_TELLABLE = re.compile(r"[!-~]([ -~]*[!-~])?")  # in a header
 _UNKNOWN = "unknown"
+_OURS = {name.lower().encode() for name in (START_VERSION, END_VERSION)}
+_STARTS = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 _GENERATING = (  # where vLLM generates, scores or embeds
     *("/v1", "/v2", "/inference", "/cohere", "/invocations"),
     *("/generative_scoring", "/pooling", "/classify", "/score", "/rerank"),
@@ -77,7 +80,8 @@ class VersionMiddleware:
     """Refuses requests that demand a version which the engine does not have, and adds versions to answers.
 
     Answers have the version before and after the generation as headers. Streams begin before the second is known:
-    they have it in a comment before their end, `: X-Sparserl-End-Version: RUN:13`.
+    they have it in a comment before their end, `: X-Sparserl-End-Version: RUN:13`. A demand counts for every method,
+    and for a websocket when it is opened. Nobody else's headers pass for versions.
 
     >>> app.add_middleware(VersionMiddleware)                                                      # doctest: +SKIP
     """
@@ -86,42 +90,46 @@ class VersionMiddleware:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
+        if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
         name = MIN_VERSION.lower().encode()
         demands = [value.decode("latin-1") for key, value in scope["headers"] if key == name]
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if not demands and not path.startswith(_GENERATING):
-            await self._app(scope, receive, send)
-            return
         engine = getattr(scope["app"].state, "engine_client", None)  # servers that only render have none
-        start = await _version(engine)
-        for demand in demands:
+        start = None
+        if demands or (scope.get("method") == "POST" and path.startswith(_GENERATING)):
+            start = await _version(engine)
+        if demands:
             try:
-                require_version(start, demand)
+                require_version(start or _UNKNOWN, ", ".join(demands))  # as a proxy joins several: that is no version
             except SessionError as error:
-                await _refuse(send, 412 if isinstance(error, WrongVersion) else 400, error, start)
+                await _refuse(scope, send, error, start or _UNKNOWN)
                 return
         await self._app(scope, receive, _Answer(engine, start, send).send)
 
 
 class _Answer:
-    """Adds versions to one answer."""
+    """Adds versions to one answer, unless there is none to begin with; those that the app may have set are left out."""
 
-    def __init__(self, engine: Any, start: str, send: Send) -> None:
+    def __init__(self, engine: Any, start: str | None, send: Send) -> None:
         self._engine = engine
         self._start = start
         self._send = send
         self._needs_comment = False
 
     async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            headers = [*message.get("headers", ()), _header(START_VERSION, self._start)]
-            content_type = dict(headers).get(b"content-type", b"")
-            self._needs_comment = content_type.startswith(b"text/event-stream")
-            if not self._needs_comment:  # generated already
-                headers.append(_header(END_VERSION, await _version(self._engine)))
+        if message["type"] in _STARTS:
+            headers = [header for header in message.get("headers", ()) if header[0].lower() not in _OURS]
+            if self._start is not None:
+                headers.append(_header(START_VERSION, self._start))
+            if self._start is not None and message["type"] == "http.response.start":
+                fields = {name.lower(): value for name, value in headers}
+                self._needs_comment = fields.get(b"content-type", b"").lower().startswith(b"text/event-stream")
+                if self._needs_comment:
+                    headers = [header for header in headers if header[0].lower() != b"content-length"]
+                else:  # generated already
+                    headers.append(_header(END_VERSION, await _version(self._engine)))
             message = {**message, "headers": headers}
         elif self._needs_comment and message["type"] == "http.response.body":
             body = message.get("body", b"")
@@ -135,19 +143,26 @@ class _Answer:
 async def _version(engine: Any) -> str:
     """The version that an engine, all its replicas, has now."""
     try:
-        version = str(await engine.get_weight_version())
+        version = await engine.get_weight_version()
     except Exception as error:  # noqa: BLE001  # the engine is dead, or replicas differ: answers say so
         _log.warning("sparserl: the engine does not tell its version: %s: %s", type(error).__name__, error)
         return _UNKNOWN
-    return version if version.isascii() and version.isprintable() else _UNKNOWN
+    return version if isinstance(version, str) and _TELLABLE.fullmatch(version) else _UNKNOWN
 
 
 def _header(name: str, value: str) -> tuple[bytes, bytes]:
     return name.lower().encode(), value.encode()
 
 
-async def _refuse(send: Send, status: int, error: SessionError, version: str) -> None:
+async def _refuse(scope: Message, send: Send, error: SessionError, version: str) -> None:
     """Answer with an error in the form of vLLM's own."""
+    kind = "http.response"
+    if scope["type"] == "websocket":
+        kind = "websocket.http.response"
+        if kind not in (scope.get("extensions") or {}):  # the server can only answer 403
+            await send({"type": "websocket.close", "code": 1008})
+            return
+    status = 412 if isinstance(error, WrongVersion) else 400
     fields = {"message": str(error), "type": type(error).__name__, "param": MIN_VERSION, "code": status}
     body = json.dumps({"error": fields}).encode()
     headers = [
@@ -155,5 +170,5 @@ async def _refuse(send: Send, status: int, error: SessionError, version: str) ->
         (b"content-length", str(len(body)).encode()),
         _header(START_VERSION, version),
     ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": f"{kind}.start", "status": status, "headers": headers})
+    await send({"type": f"{kind}.body", "body": body})

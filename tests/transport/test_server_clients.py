@@ -84,6 +84,46 @@ def test_tokens(tmp_path: Path) -> None:
             sparserl.Subscriber(url, weights(), token=None).sync()
 
 
+def test_tokens_are_read_again_at_a_hangup(tmp_path: Path) -> None:
+    """Those that are new are taken, those that are gone refused, without a restart; the log says whose token it was."""
+    folder, tokens, log = tmp_path / "store", tmp_path / "tokens", tmp_path / "access"
+    folder.mkdir()
+    fill(folder).close()
+    tokens.write_text("# names are written behind tokens\nold#1 # trainer\nplain\n")
+    with serving(folder, "--token-file", tokens, "--access-log", log) as (url, running):
+
+        def status(token: str) -> int:
+            return ask(url, "/head.json", authorization=f"Bearer {token}").status
+
+        assert (status("old#1"), status("plain"), status("new"), status("trainer")) == (200, 200, 401, 401)
+        tokens.write_text("new # rollout-7\nplain\n")
+        running.send_signal(signal.SIGHUP)
+        ends = time.monotonic() + 60
+        while status("new") != 200:
+            assert time.monotonic() < ends
+        assert (status("old#1"), status("plain")) == (401, 200)
+    lines = log.read_text().splitlines()
+    assert lines[:3] == ["GET /head.json 200 5 trainer", "GET /head.json 200 5", "GET /head.json 401 0"]
+    assert "GET /head.json 200 5 rollout-7" in lines[4:]
+
+
+def test_tokens_that_cannot_be_read_change_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Half a file must not lock everybody out, nor let everybody in."""
+    pytest.importorskip("starlette")
+    from sparserl.transport.server import run
+    from sparserl.transport.server.app import App
+
+    tokens = tmp_path / "tokens"
+    app = App(tmp_path, {"good": ""})
+    for text in ("", "good\ntwo words\n", "good # two names\n", "good #\n", "g\udcfcd\n"):
+        tokens.write_bytes(text.encode(errors="surrogateescape"))
+        run._reload_tokens(app, tokens)
+    tokens.unlink()
+    run._reload_tokens(app, tokens)
+    assert app.tokens == {"good": ""}
+    assert caplog.text.count("the tokens stay as they are") == 6
+
+
 def test_too_much_is_refused(site: tuple[str, Path]) -> None:
     """Headers and URLs that are too long, and what is not HTTP: an answer in the four hundreds, or none, and on."""
     url, _ = site
@@ -177,6 +217,54 @@ def test_who_leaves_or_does_not_read_is_no_harm(tmp_path: Path) -> None:
         assert _memory(running.pid) - before < size
         for one in held:
             one.close()
+
+
+def test_many_who_take_nothing_share_a_bounded_memory(tmp_path: Path) -> None:
+    """Sixty clients that ask for 64 MiB and take none of it, where there is room for 2; others are served in full."""
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(64 << 20)
+    less = "from sparserl.transport.server import responses\nresponses._ROOM = 2 << 20"
+    with serving(tmp_path, first=less) as (url, running), contextlib.ExitStack() as stack:
+        before = _memory(running.pid)
+        for _ in range(60):
+            one = stack.enter_context(socket.socket())
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            one.connect(("127.0.0.1", urlsplit(url).port))
+            one.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert one.recv(10) == b"HTTP/1.1 2"
+        assert ask(url, "/large", range="bytes=7-3000006").body == bytes(3_000_000)
+        assert _memory(running.pid) - before < 16 << 20
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        "Content-Length: 0\r\nContent-Length: 0",
+        "Content-Length: 0\r\ncontent-length: 40",
+        "Content-Length: 0, 0",
+        "Content-Length: 4\r\nTransfer-Encoding: chunked",
+        "Transfer-Encoding: chunked\r\nX: y\r\nTransfer-Encoding: chunked",
+        "Transfer-Encoding: chunked, identity",
+        "Content-Length: +4",
+        "Content-Length: -4",
+    ],
+)
+def test_a_request_has_one_length(site: tuple[str, Path], lengths: str) -> None:
+    """Where it could be read in two ways it is refused, and nothing behind it is taken for another request."""
+    url, _ = site
+    with open_connection(url) as raw:
+        raw.sendall(f"GET /head.json HTTP/1.1\r\nHost: x\r\n{lengths}\r\n\r\n".encode())
+        raw.sendall(b"0\r\n\r\nGET /empty HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            while part := raw.recv(4096):
+                answer += part
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
+    for body in ("Content-Length: 4\r\n\r\nabcd", "Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"):
+        with open_connection(url) as raw:
+            raw.sendall(f"GET /head.json HTTP/1.1\r\nHost: x\r\nX: ,\r\n{body}".encode())
+            assert raw.recv(4096).startswith(b"HTTP/1.1 200 ")
 
 
 def _memory(pid: int) -> int:

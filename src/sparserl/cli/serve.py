@@ -33,13 +33,16 @@ def serve(
     ] = "127.0.0.1:8000",
     token_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Accepted tokens, one per line; requests without one of them are refused."),
+        typer.Option(
+            metavar="FILE",
+            help="Accepted tokens, one per line, each perhaps with a name: TOKEN # NAME. Read again at SIGHUP.",
+        ),
     ] = None,
     tls_cert: Annotated[Path | None, typer.Option(metavar="FILE", help="The certificate chain, in PEM.")] = None,
     tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="The certificate's private key, in PEM.")] = None,
     access_log: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Log one line for each request: method, path, status, bytes."),
+        typer.Option(metavar="FILE", help="Log one line for each request: method, path, status, bytes, name of the token."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -54,15 +57,14 @@ def serve(
         from ..transport import server
     if (tls_cert is None) != (tls_key is None):
         raise typer.BadParameter("--tls-cert and --tls-key go together")
-    tokens = () if token_file is None else server.read_tokens(token_file)
 
-    def started(url: str) -> None:
+    def started(url: str, tokens: int) -> None:
         if json:
-            show.result(True, {"folder": str(folder), "url": url, "tokens": len(tokens)})
+            show.result(True, {"folder": str(folder), "url": url, "tokens": tokens})
         waiting = "" if folder.is_dir() else ", which a publisher still has to make,"
         show.note(f"serving {folder}{waiting} at {url}")
         if not tokens:
             show.note_open_server(url)
 
     tls = None if tls_cert is None or tls_key is None else (tls_cert, tls_key)
-    server.serve(folder, listen, tokens=tokens, tls=tls, access_log=access_log, started=started)
+    server.serve(folder, listen, token_file=token_file, tls=tls, access_log=access_log, started=started)

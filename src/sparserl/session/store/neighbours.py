@@ -82,8 +82,7 @@ class Served:
             return cls(store, None)
         with needs_serving_packages():
             from ...transport.server import BackgroundServer
-        tokens = () if options.token is None else (options.token,)
-        server = BackgroundServer(store.folder.root, options.serve, tokens=tokens, fill=store.fill)
+        server = BackgroundServer(store.folder.root, options.serve, token=options.token, fill=store.fill)
         log.info("%s: serving neighbours at %s", store.url, server.url)
         return cls(store, server)
 

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from .connections import ADMIT, MAX_HEADER_BYTES
 from .head import HeadWatcher, ServedHead, open_object
 from .responses import (
     FileRange,
+    Room,
     content_headers,
     knows,
     object_tag,
@@ -77,7 +78,7 @@ class App:
 
     Args:
         root: the folder to serve.
-        tokens: a request must have one of them; without tokens everyone may read.
+        tokens: a request must have one of them; without tokens everyone may read. Each has a name, which may be empty.
         record: called with a line of text for each request.
         fill: called with the name of an object before it is looked for; it may fetch it into the folder. Whether there
             is such an object.
@@ -86,7 +87,7 @@ class App:
     def __init__(
         self,
         root: Path,
-        tokens: tuple[str, ...] = (),
+        tokens: Mapping[str, str] | None = None,
         record: Callable[[str], object] | None = None,
         fill: Callable[[str], bool] | None = None,
     ) -> None:
@@ -94,10 +95,11 @@ class App:
         self.head = HeadWatcher(root)
         self.coming = HeadWatcher(root, COMING, missing=b"{}")
         self.metrics = ServerMetrics()
+        self.tokens = tokens or {}
         self._record = record
         self._fill = fill
         self._fillers = None if fill is None else ThreadPoolExecutor(_FILLERS, thread_name_prefix="sparserl-fill")
-        self._tokens = [token.encode() for token in tokens]
+        self._room = Room()
 
     def begin_closing(self) -> None:
         """Answer requests that wait, and let no more wait."""
@@ -111,6 +113,7 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
+        reader = self._reader(request)
         status = 0
         size = 0
 
@@ -122,7 +125,7 @@ class App:
 
         try:
             try:
-                response = await self._respond(request)
+                response = await self._respond(request, reader is not None)
             except OSError as error:
                 _log.error("%s cannot be read: %s", target_of(request), error)
                 response = refusal(503)
@@ -131,13 +134,16 @@ class App:
             self.metrics.responses[status] += 1
             self.metrics.sent_bytes += size
             if self._record is not None:
-                self._record(f"{request.method} {target_of(request)} {status} {size}\n")
+                self._record(f"{request.method} {target_of(request)} {status} {size}{f' {reader}' if reader else ''}\n")
 
-    async def _respond(self, request: Request) -> Response:
+    async def _respond(self, request: Request, may_read: bool) -> Response:
         target = target_of(request)
-        rejection = self._reject(request, target)
-        if rejection is not None:
-            return rejection
+        if sum(len(name) + len(value) for name, value in request.headers.raw) > MAX_HEADER_BYTES:
+            return refusal(431)
+        if len(target) > _MAX_TARGET:
+            return refusal(414)
+        if not may_read:
+            return refusal(401, {"WWW-Authenticate": 'Bearer realm="sparserl"', "Connection": "close"})
         if target != f"/{COMING}":  # a hint must not take a connection from somebody who waits for the head
             request.scope.get(ADMIT, lambda: None)()  # requests that do not come from a socket have none
         if target == "/auth":
@@ -157,23 +163,15 @@ class App:
                 return await self._respond_watched(request, watcher)
         return await self._respond_object(request, name)
 
-    def _reject(self, request: Request, target: str) -> Response | None:
-        """The response to a request that is too long or has no right token."""
-        if sum(len(name) + len(value) for name, value in request.headers.raw) > MAX_HEADER_BYTES:
-            return refusal(431)
-        if len(target) > _MAX_TARGET:
-            return refusal(414)
-        if not self._has_token(request):
-            return refusal(401, {"WWW-Authenticate": 'Bearer realm="sparserl"', "Connection": "close"})
-        return None
-
-    def _has_token(self, request: Request) -> bool:
-        if not self._tokens:
-            return True
+    def _reader(self, request: Request) -> str | None:
+        """The name of the token of a request; None if it has none that is accepted."""
+        if not self.tokens:
+            return ""
         match = _BEARER.fullmatch(request.headers.get("authorization", ""))
         token = b"" if match is None else match[1].encode("latin-1")
-        # A list, not a generator: every comparison is made, so that the time tells nothing.
-        return any([hmac.compare_digest(token, allowed) for allowed in self._tokens])  # noqa: C419
+        # Every comparison is made, so that the time tells nothing.
+        names = [name for allowed, name in self.tokens.items() if hmac.compare_digest(token, allowed.encode())]
+        return names[0] if names else None
 
     async def _respond_metrics(self) -> Response:
         text = self.metrics.text(await asyncio.to_thread(self.head.read), self.head.waiting)
@@ -218,4 +216,4 @@ class App:
             file.close()
             return range_refusal(total)
         headers |= content_headers(name, bytes_, total)
-        return FileRange(file, bytes_, bytes_.status(total), headers, request.is_disconnected)
+        return FileRange(file, bytes_, bytes_.status(total), headers, request.is_disconnected, self._room)

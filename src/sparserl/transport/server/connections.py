@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 import sys
 from typing import Any
 
@@ -14,15 +15,22 @@ ADMIT = "sparserl.admit"  # key of an ASGI scope: a function to call when the re
 MAX_HEADER_BYTES = 1 << 14
 MAX_CONNECTIONS = 4096
 _REQUEST_SECONDS = 10.0  # for the headers of a request, and for a TLS handshake before it
+_LENGTH = re.compile(rb"^(?:content-length|transfer-encoding):(.*)$", re.IGNORECASE | re.MULTILINE)
 _STALL_SECONDS = 30.0  # that a client may read nothing of its answer
 
 
-class LiteralTargets(h11.Connection):
-    """h11, but a question mark with nothing behind it stays a part of the name, as the client sent it."""
+class StrictConnection(h11.Connection):
+    """h11, but the length of a request is said once, and a question mark with nothing behind it stays in the name."""
 
     def next_event(self) -> Any:
+        received, _ = self.trailing_data
         event = super().next_event()
-        if isinstance(event, h11.Request) and event.target.endswith(b"?") and event.target.count(b"?") == 1:
+        if not isinstance(event, h11.Request):
+            return event
+        head = received[: len(received) - len(self.trailing_data[0])]
+        if b"," in b",".join(_LENGTH.findall(head)):  # a proxy might take another one of them, and what follows for ours
+            raise h11.RemoteProtocolError("the length of the request is said twice")
+        if event.target.endswith(b"?") and event.target.count(b"?") == 1:
             target = event.target[:-1] + b"%3F"  # splitting the target would drop it without a trace
             return h11.Request(
                 method=event.method, target=target, headers=list(event.headers), http_version=event.http_version
@@ -75,10 +83,11 @@ class BoundedProtocol(H11Protocol):
     def __init__(self, *args: Any, connections: Connections, **options: Any) -> None:
         super().__init__(*args, **options)
         self.all_connections = connections
-        self.conn = LiteralTargets(h11.SERVER, MAX_HEADER_BYTES)
+        self.conn = StrictConnection(h11.SERVER, MAX_HEADER_BYTES)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(1)  # an answer goes on when the client has taken what was sent of it
         if self.all_connections.add(self):
             self.request_timer = self.loop.call_later(_REQUEST_SECONDS, transport.abort)
         else:

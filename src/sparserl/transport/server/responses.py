@@ -6,7 +6,8 @@ import asyncio
 import io
 import os
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -14,7 +15,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 MAX_WAIT = 30.0  # seconds that a request for the head is held
-_CHUNK = 1 << 18
+_CHUNK = 1 << 18  # bytes of an answer that are in memory until the client takes them
+_LEAST_CHUNK = 1 << 13  # however many clients take nothing
+_ROOM = 32 << 20  # bytes of chunks that are larger than that, of all clients together
+_SHARES = 64  # chunks that the rest of the room is enough for
 _HASH = re.compile(r"[0-9a-f]{64}")
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,9})(?![\d.])", re.IGNORECASE)
@@ -32,6 +36,23 @@ class ByteRange:
         return 200 if self == ByteRange(0, total) else 206
 
 
+class Room:
+    """Memory for what clients have not taken yet. Chunks shrink with it: who takes nothing keeps nobody else out."""
+
+    def __init__(self) -> None:
+        self._held = 0
+
+    @contextmanager
+    def chunk(self, size: int) -> Iterator[int]:
+        """Room for a chunk of at most so many bytes; how many it may have."""
+        size = min(size, _CHUNK, max(_LEAST_CHUNK, (_ROOM - self._held) // _SHARES))
+        self._held += size
+        try:
+            yield size
+        finally:
+            self._held -= size
+
+
 class FileRange(Response):
     """Some bytes of a file, or all of them, sent in chunks until the client disconnects."""
 
@@ -42,10 +63,12 @@ class FileRange(Response):
         status: int,
         headers: dict[str, str],
         disconnected: Callable[[], Awaitable[bool]],
+        room: Room,
     ) -> None:
         super().__init__(None, status, headers)
         self._file = file
         self._range = bytes_
+        self._room = room
         self._disconnected = disconnected
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002  # ASGI
@@ -54,11 +77,14 @@ class FileRange(Response):
             start = self._range.start
             end = start + self._range.size
             while start < end and scope["method"] != "HEAD" and not await self._disconnected():
-                data = await asyncio.to_thread(os.pread, file.fileno(), min(_CHUNK, end - start), start)
-                if not data:
-                    raise OSError(f"{scope['path']} ends before its size")
-                start += len(data)
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                with self._room.chunk(end - start) as size:
+                    data = await asyncio.to_thread(os.pread, file.fileno(), size, start)
+                    if not data:
+                        raise OSError(f"{scope['path']} ends before its size")
+                    start += len(data)
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    del data
+                    await send({"type": "http.response.body", "more_body": True})  # waits until it is taken
             await send({"type": "http.response.body", "body": b""})
 
 

@@ -2,7 +2,8 @@
 
 The headers of a request must arrive within ten seconds and fit into 16 KiB, a client must not stop reading its answer
 for thirty seconds, and one without a token gets a single answer on a connection. There are at most 4096 connections:
-another one takes the place of the one that has been idle longest.
+another one takes the place of the one that has been idle longest. What they have not taken of objects is bounded for
+all of them together.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import functools
 import logging
 import resource
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -29,25 +31,28 @@ _IDLE_SECONDS = 30
 _END_SECONDS = 5  # that unfinished answers get when the server ends
 _BACKGROUND_CONNECTIONS = 128  # to a server inside another program, which needs open files of its own
 
+_log = logging.getLogger("sparserl.serve")
+
 
 def serve(
     folder: Path,
     address: str,
     *,
-    tokens: tuple[str, ...] = (),
+    token_file: Path | None = None,
     tls: tuple[Path, Path] | None = None,
     access_log: Path | None = None,
-    started: Callable[[str], object] = lambda _url: None,
+    started: Callable[[str, int], object] = lambda _url, _tokens: None,
 ) -> None:
     """Serve a folder until a signal ends the server.
 
     Args:
         folder: the folder of a store; a publisher may still have to make it.
         address: `HOST:PORT`; port 0 is any free port.
-        tokens: a request must have one of them; without tokens everyone may read.
+        token_file: a request must have one of its tokens (see `read_tokens`); without it everyone may read. It is read
+            again at each SIGHUP; one that cannot be read changes nothing.
         tls: the files of a certificate and of its key; without them the server speaks plain HTTP.
-        access_log: a file that gets a line for each request: method, path, status, bytes.
-        started: called with the URL of the server when it accepts requests.
+        access_log: a file that gets a line for each request: method, path, status, bytes, the name of its token.
+        started: called with the URL of the server, and how many tokens there are, when it accepts requests.
 
     Raises:
         StoreError: the folder, the address or the certificate cannot be used.
@@ -56,13 +61,17 @@ def serve(
         raise StoreError(f"{folder} is not a folder")
     with contextlib.ExitStack() as stack:
         log = None if access_log is None else stack.enter_context(access_log.open("a", buffering=1))
+        tokens = {} if token_file is None else read_tokens(token_file)
         app = App(folder.absolute(), tokens, None if log is None else log.write)
         config = _configure(app, tls)
         _raise_file_limit()
         listener = stack.enter_context(listen(address))
-        started(_url(listener, tls is not None))
         loop = EventLoop()
         stack.callback(loop.close)
+        if token_file is not None:
+            with contextlib.suppress(RuntimeError, ValueError):  # only the main thread hears signals
+                loop.add_signal_handler(signal.SIGHUP, _reload_tokens, app, token_file)
+        started(_url(listener, tls is not None), len(tokens))
         loop.run_until_complete(_Server(config, app).serve(sockets=[listener]))
 
 
@@ -72,7 +81,7 @@ class BackgroundServer:
     Args:
         folder: the folder.
         address: `HOST:PORT`; port 0 is any free port.
-        tokens: a request must have one of them; without tokens everyone may read.
+        token: every request must have it; None to let everyone read.
         fill: called with the name of an object before it is looked for; see `App`.
 
     Raises:
@@ -80,10 +89,10 @@ class BackgroundServer:
     """
 
     def __init__(
-        self, folder: Path, address: str, *, tokens: tuple[str, ...] = (), fill: Callable[[str], bool] | None = None
+        self, folder: Path, address: str, *, token: str | None = None, fill: Callable[[str], bool] | None = None
     ) -> None:
         self._listener = listen(address)
-        self._app = App(folder.absolute(), tokens, fill=fill)
+        self._app = App(folder.absolute(), None if token is None else {token: ""}, fill=fill)
         self._server = _Server(_configure(self._app, None, most=_BACKGROUND_CONNECTIONS), self._app, is_alone=False)
         self.url = _url(self._listener, secure=False)
         self._thread = threading.Thread(target=self._run, name="sparserl-serve", daemon=True)
@@ -106,16 +115,26 @@ class BackgroundServer:
             loop.close()
 
 
-def read_tokens(path: Path) -> tuple[str, ...]:
-    """Read a file of tokens, one per line; empty lines and lines that begin with # are skipped."""
-    lines = [line.strip() for line in path.read_text().splitlines()]
-    tokens = tuple(line for line in lines if line and not line.startswith("#"))
+def read_tokens(path: Path) -> dict[str, str]:
+    """Read a file of tokens and their names, each on a line: `TOKEN` or `TOKEN # NAME`; others may begin with a #."""
+    tokens: dict[str, str] = {}
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+        token, mark, name = (part.strip() for part in f" {line.strip()}".partition(" #"))
+        if not token:
+            continue
+        if not TOKEN.fullmatch(token) or (mark and not TOKEN.fullmatch(name)):
+            raise StoreError(f"{path}: line {number} is not a token; write visible ASCII without spaces")
+        tokens[token] = name
     if not tokens:
         raise StoreError(f"{path} has no token in it")
-    for number, line in enumerate(lines, 1):
-        if line in tokens and not TOKEN.fullmatch(line):
-            raise StoreError(f"{path}: line {number} is not a token; write visible ASCII without spaces")
     return tokens
+
+
+def _reload_tokens(app: App, path: Path) -> None:
+    try:
+        app.tokens = read_tokens(path)
+    except (OSError, StoreError) as error:
+        _log.error("the tokens stay as they are: %s", error)
 
 
 def listen(address: str) -> socket.socket:

@@ -62,6 +62,13 @@ MUTANTS = (
         Tests("integrations/test_vllm_versions.py", "not_there"),
     ),
     Mutant(
+        "only what generates is refused for its version",
+        "integrations/vllm_versions.py",
+        'if demands or (scope.get("method") == "POST" and path.startswith(_GENERATING)):',
+        'if scope.get("method") == "POST" and (demands or path.startswith(_GENERATING)):',
+        Tests("integrations/test_vllm_versions.py", "every_method or websocket"),
+    ),
+    Mutant(
         "an answer ends with the version that it began with",
         "integrations/vllm_versions.py",
         "headers.append(_header(END_VERSION, await _version(self._engine)))",

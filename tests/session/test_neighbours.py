@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import shutil
 import socket
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +19,10 @@ import pytest
 from sparserl import Publisher, Subscriber
 from sparserl.errors import SessionError, SparserlError, StoreError, Unavailable
 from sparserl.session.store import neighbours
+from sparserl.session.store.records import HOLDING, INDEX, MANIFEST, MOST_FILE
 from sparserl.transport.server import BackgroundServer
-from sparserl.transport.stores import nearest
+from sparserl.transport.stores import mirror, nearest
+from sparserl.transport.stores.base import is_named_by_hash
 from sparserl.transport.stores.folder import FolderStore
 from sparserl.transport.stores.mirror import MirrorStore
 from tests.servers import free_ports
@@ -32,8 +37,11 @@ class Counting(FolderStore):
         super().__init__(path)
         self.reads: Counter[str] = Counter()
         self.is_away = False
+        self.gate = threading.Event()  # while it is closed, the store is slow
+        self.gate.set()
 
     def get(self, name: str, max_bytes: int):
+        self.gate.wait(60)
         if self.is_away:
             raise Unavailable("away")
         self.reads[name] += 1
@@ -297,6 +305,121 @@ def test_neighbours_cannot_ask_for_anything_else(run: Run, first: Receiver, tmp_
     assert not mirror.fill(other)
     assert not mirror.fill("runs/leases/x")
     assert store.objects == before
+
+
+def ask(receiver: Receiver, name: str, method: str = "GET", **headers: str) -> tuple[int, bytes]:
+    """The status and the body of an answer of a receiver that serves its neighbours."""
+    connection = HTTPConnection(str(receiver.subscriber.served_url).removeprefix("http://"), timeout=60)
+    with closing(connection):
+        connection.request(method, f"/{name}", headers={key.replace("_", "-"): value for key, value in headers.items()})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+
+def nothings(receiver: Receiver, count: int) -> list[str]:
+    """Names of objects of the run that do not exist."""
+    hashes = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(count)]
+    return [f"runs/{receiver.subscriber.run}/buckets/{'0' * 16}/{hash}" for hash in hashes]
+
+
+def served_objects(receiver: Receiver) -> list[str]:
+    """What is in the mirror of a receiver and named by its hash, the largest last."""
+    listed = receiver.subscriber.store.folder.list("runs/")
+    return [item.name for item in sorted(listed, key=lambda item: item.size) if is_named_by_hash(item.name)]
+
+
+@pytest.fixture
+def late(run: Run, tmp_path: Path) -> Iterator[Receiver]:
+    """A receiver that serves its neighbours, and began at the second version: it has needed one patch."""
+    run.step()
+    receiver = Receiver(Counting(run.path), serve="127.0.0.1:0", mirror=tmp_path / "late-mirror")
+    receiver.weights["w"][:] = run.bits
+    run.step()
+    receiver.sync()
+    yield receiver
+    receiver.subscriber.close()
+
+
+def unneeded(receiver: Receiver) -> list[str]:
+    """Buckets that the head leads to and that a receiver has not fetched."""
+    store = receiver.subscriber.store
+    return sorted({item.name for item in store.list("runs/") if "/buckets/" in item.name} - set(served_objects(receiver)))
+
+
+def test_what_no_head_leads_to_is_not_looked_for(late: Receiver) -> None:
+    """A hundred requests for objects that do not exist cost the store nothing, nor do two for one that is lost."""
+    store = late.subscriber.store._store
+    names = nothings(late, 100)
+    assert ask(late, names[0])[0] == 404  # finds out what the head leads to
+    before = store.reads.copy()
+    assert {ask(late, name)[0] for name in names} == {404}
+    assert store.reads == before
+    lost = unneeded(late)[0]
+    store.delete([lost])
+    assert [ask(late, lost)[0] for _ in range(3)] == [404] * 3
+    assert store.reads[lost] == 1
+
+
+def test_what_is_in_the_mirror_waits_for_nothing(late: Receiver) -> None:
+    """While neighbours ask for what must be fetched from a store that hangs, the rest is served."""
+    store = late.subscriber.store._store
+    held = served_objects(late)[-1]
+    wanted = unneeded(late) + nothings(late, 20)
+    store.gate.clear()
+    with ThreadPoolExecutor(2 * len(wanted)) as pool:
+        asked = [pool.submit(ask, late, name) for name in 2 * wanted]
+        for _ in range(5):
+            assert ask(late, held)[0] == 200
+        assert not any(one.done() for one in asked)
+        store.gate.set()
+        answers = [one.result() for one in asked]
+    for name, (status, data) in zip(2 * wanted, answers, strict=True):
+        if store.reads[name]:
+            assert (status, hashlib.sha256(data).hexdigest()) == (200, name.rpartition("/")[2])
+            assert store.reads[name] == 1
+        else:
+            assert status == 404
+    assert not unneeded(late)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_is_in_the_mirror_is_read_once(
+    run: Run, first: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarted: bool
+) -> None:
+    """To verify it, at most; then no more of it than is asked for. What is changed on the disk is verified anew."""
+    first.sync()
+    if restarted:
+        first.subscriber.close()
+        first = Receiver(Counting(run.path), serve="127.0.0.1:0", mirror=tmp_path / "mirror")
+    name = served_objects(first)[-1]
+    reads: Counter[str] = Counter()
+    read = FolderStore.read
+
+    def counted(store: FolderStore, name: str, start: int, size: int) -> bytes:
+        reads[name] += 1
+        return read(store, name, start, size)
+
+    monkeypatch.setattr(FolderStore, "read", counted)
+    for _ in range(3):
+        assert ask(first, name, "HEAD") == (200, b"")
+        assert ask(first, name, range="bytes=0-0")[0] == 206
+        assert ask(first, name, if_none_match=f'"{name.rpartition("/")[2]}"') == (304, b"")
+        assert hashlib.sha256(ask(first, name)[1]).hexdigest() == name.rpartition("/")[2]
+    assert reads[name] == restarted
+    damage(tmp_path / "mirror")
+    damaged = "/buckets/" in name and not restarted  # the new one has shown no head, for which it could be mended
+    assert ask(first, name)[0] == (200 if damaged else 404)
+    first.subscriber.close()
+
+
+def test_a_large_object_is_for_neighbours_too(late: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the protocol allows to be stored is served, and fetched for a neighbour: the larger, one at a time."""
+    monkeypatch.setattr(mirror, "_LARGE_BYTES", 10)
+    assert unneeded(late)
+    for name in unneeded(late) + served_objects(late):
+        assert hashlib.sha256(ask(late, name)[1]).hexdigest() == name.rpartition("/")[2]
+    assert mirror.MOST_OBJECT_BYTES >= MOST_FILE
+    assert mirror.MOST_OBJECT_BYTES >= max(INDEX.size, MANIFEST.size, HOLDING.size)
 
 
 def test_old_objects_leave_the_mirror(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from ...transport.stores.opening import open_store
 from ...transport.stores.serving import TOKEN, needs_serving_packages
 from ..logs import log
 from .records import HEAD
-from .retention import collect
+from .retention import collect, needed, read_head
 
 if TYPE_CHECKING:
     from ...transport.server import BackgroundServer
@@ -48,7 +48,7 @@ class NeighbourOptions:
             raise SessionError(f"serve is {self.serve!r}; write HOST:PORT, as 0.0.0.0:9000")
         if self.serve is not None and self.token is not None and not TOKEN.fullmatch(self.token):
             raise SessionError("a token is visible ASCII without spaces, and not empty")
-        if self.mirror is not None and (not str(self.mirror) or "://" in str(path_of(self.mirror))):
+        if self.mirror is not None and (not str(self.mirror) or str(path_of(self.mirror)).split("/")[0].endswith(":")):
             raise SessionError(f"mirror is {str(self.mirror)!r}; it must be the path of a folder")
         if self.serve is not None and self.mirror is None:
             raise SessionError("serve= needs mirror=, a folder for what neighbours may ask for")
@@ -82,7 +82,7 @@ class Served:
             return cls(store, None)
         with needs_serving_packages():
             from ...transport.server import BackgroundServer
-        server = BackgroundServer(store.folder.root, options.serve, token=options.token, fill=store.fill)
+        server = BackgroundServer(store.folder.root, options.serve, token=options.token, mirror=store)
         log.info("%s: serving neighbours at %s", store.url, server.url)
         return cls(store, server)
 
@@ -91,10 +91,11 @@ class Served:
         """The URL for neighbours; None where nothing is served."""
         return None if self._server is None else self._server.url
 
-    def show(self, run: str, tag: str) -> None:
+    def show(self, tag: str) -> None:
         """The version that the head with a tag names is held: neighbours may have it. What is too old goes."""
         if tag != self._shown_tag:
-            self._mirror.show(tag, f"runs/{run}/")
+            kept = self._mirror.kept
+            self._mirror.show(tag, lambda: needed(kept, read_head(kept)[0]))
             self._shown_tag = tag
         if time.monotonic() - self._collected_at < _COLLECT_EVERY:
             return

@@ -489,7 +489,7 @@ class Subscriber(Receiver):
         holding = self._holding.record(self._table)
         self._lease.renew(snapshot.run.run, start and start[0], self._profiles(), holding, self._rates.extremes)
         if self._served is not None and self._versions_behind(snapshot) == 0:
-            self._served.show(snapshot.head.run, snapshot.tag)
+            self._served.show(snapshot.tag)
 
     def _wait_for_change(self, seconds: float) -> StoredObject | None:
         """Wait for another head, for so long; None if there is none."""

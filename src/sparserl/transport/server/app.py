@@ -23,6 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ...errors import InvalidField, SparserlError
 from ..stores.base import COMING, is_served, require_name
+from ..stores.mirror import MirrorStore
 from .connections import ADMIT, MAX_HEADER_BYTES
 from .head import HeadWatcher, ServedHead, open_object
 from .responses import (
@@ -80,8 +81,7 @@ class App:
         root: the folder to serve.
         tokens: a request must have one of them; without tokens everyone may read. Each has a name, which may be empty.
         record: called with a line of text for each request.
-        fill: called with the name of an object before it is looked for; it may fetch it into the folder. Whether there
-            is such an object.
+        mirror: whose folder it is, if it is one: only what it has verified is served, and it may fetch what is missing.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class App:
         root: Path,
         tokens: Mapping[str, str] | None = None,
         record: Callable[[str], object] | None = None,
-        fill: Callable[[str], bool] | None = None,
+        mirror: MirrorStore | None = None,
     ) -> None:
         self.root = root
         self.head = HeadWatcher(root)
@@ -97,8 +97,10 @@ class App:
         self.metrics = ServerMetrics()
         self.tokens = tokens or {}
         self._record = record
-        self._fill = fill
-        self._fillers = None if fill is None else ThreadPoolExecutor(_FILLERS, thread_name_prefix="sparserl-fill")
+        self._mirror = mirror
+        self._verifier = ThreadPoolExecutor(1, thread_name_prefix="sparserl-verify")
+        self._fillers = ThreadPoolExecutor(_FILLERS, thread_name_prefix="sparserl-fill")
+        self._filling: dict[str, asyncio.Future[bool]] = {}
         self._room = Room()
 
     def begin_closing(self) -> None:
@@ -108,8 +110,8 @@ class App:
 
     def close(self) -> None:
         """Begin nothing more."""
-        if self._fillers is not None:
-            self._fillers.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._verifier, self._fillers):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -193,9 +195,9 @@ class App:
         return Response(head.data[bytes_.start :][: bytes_.size], bytes_.status(total), headers)
 
     async def _respond_object(self, request: Request, name: str) -> Response:
-        if self._fill is not None:
+        if self._mirror is not None:
             try:
-                has_object = await asyncio.get_running_loop().run_in_executor(self._fillers, self._fill, name)
+                has_object = await self._has_object(self._mirror, name)
             except SparserlError as error:
                 _log.warning("%s: %s", name, error)
                 return refusal(503)
@@ -217,3 +219,15 @@ class App:
             return range_refusal(total)
         headers |= content_headers(name, bytes_, total)
         return FileRange(file, bytes_, bytes_.status(total), headers, request.is_disconnected, self._room)
+
+    async def _has_object(self, mirror: MirrorStore, name: str) -> bool:
+        """Whether a mirror has an object, undamaged. What it has waits for nothing that has to be fetched."""
+        if await asyncio.to_thread(mirror.is_intact, name):
+            return True
+        loop = asyncio.get_running_loop()
+        if await loop.run_in_executor(self._verifier, mirror.verify, name):
+            return True
+        if (filling := self._filling.get(name)) is None:  # once for all who ask
+            filling = self._filling[name] = loop.run_in_executor(self._fillers, mirror.fill, name)
+            filling.add_done_callback(lambda _: self._filling.pop(name))
+        return await asyncio.shield(filling)

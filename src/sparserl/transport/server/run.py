@@ -23,6 +23,7 @@ from types import FrameType
 import uvicorn
 
 from ...errors import StoreError
+from ..stores.mirror import MirrorStore
 from ..stores.serving import TOKEN
 from .app import App
 from .connections import MAX_CONNECTIONS, BoundedProtocol, Connections, EventLoop
@@ -82,17 +83,17 @@ class BackgroundServer:
         folder: the folder.
         address: `HOST:PORT`; port 0 is any free port.
         token: every request must have it; None to let everyone read.
-        fill: called with the name of an object before it is looked for; see `App`.
+        mirror: whose folder it is, if it is one; see `App`.
 
     Raises:
         StoreError: the address cannot be used.
     """
 
     def __init__(
-        self, folder: Path, address: str, *, token: str | None = None, fill: Callable[[str], bool] | None = None
+        self, folder: Path, address: str, *, token: str | None = None, mirror: MirrorStore | None = None
     ) -> None:
         self._listener = listen(address)
-        self._app = App(folder.absolute(), None if token is None else {token: ""}, fill=fill)
+        self._app = App(folder.absolute(), None if token is None else {token: ""}, mirror=mirror)
         self._server = _Server(_configure(self._app, None, most=_BACKGROUND_CONNECTIONS), self._app, is_alone=False)
         self.url = _url(self._listener, secure=False)
         self._thread = threading.Thread(target=self._run, name="sparserl-serve", daemon=True)

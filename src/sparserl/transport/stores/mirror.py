@@ -9,23 +9,34 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import stat
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from ...errors import InvalidField, LimitExceeded, NotFound, SessionError, StoreError, Truncated
 from ...files import Folder
-from .base import ObjectInfo, Store, StoredObject, exists, has_named_hash, is_named_by_hash, is_served
+from .base import RANGE_BYTES, ObjectInfo, Store, StoredObject, has_named_hash, is_named_by_hash, is_served
 from .deadline import current, within
 from .folder import FolderStore
 
-_MOST_ASKED_BYTES = 1 << 27  # of an object that is fetched because a neighbour asks for it
-_FILL_SECONDS = 60.0  # that an object may take that a neighbour asks for
+MOST_OBJECT_BYTES = 1 << 30  # of any object, as of a file that travels with the weights
+_LARGE_BYTES = 1 << 27  # of an object that comes alone when a neighbour asks for it
+_FILL_SECONDS = 600.0  # that an object may take that a neighbour asks for
 _LOOK = 0.2  # seconds between looks at whether a wait is over
 _MARK = ".mirror"  # a file that says what the folder is
 _HEADS = 4  # that were read last: one of them is shown when its version is held
 _log = logging.getLogger("sparserl.serve")
+
+
+class Stamp(NamedTuple):
+    """What changes with a file."""
+
+    inode: int
+    size: int
+    nanoseconds: int
 
 
 class MirrorStore:
@@ -51,7 +62,11 @@ class MirrorStore:
         self._store = store
         self._head = head
         self._heads: dict[str, bytes] = {}  # the last ones, by tag
-        self._shown_prefix: str | None = None  # of the names that neighbours may ask for
+        self._shown: tuple[str, Callable[[], set[str]]] | None = None  # the tag of the head, and what it leads to
+        self._led_to: tuple[str, set[str]] = ("", set())  # that, found out for the head with a tag
+        self._finding = threading.Lock()
+        self._intact: dict[str, Stamp] = {}  # files in the folder that were verified
+        self._large = threading.Lock()  # one thread at a time fetches what is large for neighbours
         self._guard = threading.Lock()
         self._fetching: dict[str, threading.Lock] = {}  # one thread at a time fetches an object
         self._own_fetches: Counter[str] = Counter()  # objects that are on their way here, not for a neighbour
@@ -73,7 +88,7 @@ class MirrorStore:
     def read(self, name: str, start: int, size: int) -> bytes:
         if not is_named_by_hash(name):
             return self._store.read(name, start, size)
-        data = self._bytes(name, _MOST_ASKED_BYTES)[start : start + size]
+        data = self._bytes(name, MOST_OBJECT_BYTES)[start : start + size]
         if len(data) < size:
             raise Truncated(f"{name} ends {size - len(data)} bytes too early")
         return data
@@ -103,41 +118,88 @@ class MirrorStore:
 
     # -- neighbours ----------------------------------------------------------------------------------------------------
 
-    def show(self, tag: str, prefix: str) -> None:
-        """Show neighbours the head that has a tag, and let them ask for objects whose names have a prefix."""
+    def show(self, tag: str, find_names: Callable[[], set[str]]) -> None:
+        """Show neighbours the head that has a tag, and let them ask for the objects that it leads to."""
         if (data := self._heads.get(tag)) is not None:
-            self._shown_prefix = prefix
+            self._shown = (tag, find_names)
             try:
                 self.folder.put(self._head, data)
             except StoreError as error:
                 self._warn(error)
 
+    def is_intact(self, name: str) -> bool:
+        """Whether the folder has an object as it was verified; or one whose name cannot verify it, but no head."""
+        stamp = self._stamp(name)
+        return stamp is not None and (self._intact.get(name) == stamp if is_named_by_hash(name) else name != self._head)
+
+    def verify(self, name: str) -> bool:
+        """Whether the folder has an object that was not verified yet, or was changed, and it is undamaged."""
+        if self.is_intact(name):
+            return True
+        stamp = self._stamp(name)
+        if stamp is None or not is_named_by_hash(name):
+            return False
+        digest = hashlib.sha256()
+        try:
+            for start in range(0, stamp.size, RANGE_BYTES):
+                digest.update(self.folder.read(name, start, min(RANGE_BYTES, stamp.size - start)))
+        except (NotFound, Truncated):
+            return False
+        if digest.hexdigest() != name.rpartition("/")[2]:
+            _log.warning("%s in %s is damaged", name, self.folder.root)
+            return False
+        self._intact[name] = stamp
+        return True
+
     def fill(self, name: str) -> bool:
-        """See that the folder has an object that a neighbour asks for, undamaged; whether it has it.
+        """Fetch an object that a neighbour asks for, if the head that is shown leads to it; whether the folder has it.
 
         Raises:
-            StoreError: The store has it, and cannot be reached.
+            StoreError: The store cannot be reached.
         """
-        if not is_named_by_hash(name):
-            return name != self._head and exists(self.folder, name)
-        is_shown = self._shown_prefix is not None and name.startswith(self._shown_prefix)
-        if not (is_shown or exists(self.folder, name)) or name in self._own_fetches:
+        shown = self._shown
+        if shown is None or not is_named_by_hash(name) or name in self._own_fetches:
             return False  # who has it may be asking this one
-        try:
-            with within(_FILL_SECONDS):
-                self._bytes(name, _MOST_ASKED_BYTES, is_asked=True)
-        except NotFound:
+        tag, find_names = shown
+        with within(_FILL_SECONDS):
+            with self._finding:  # once for a head: what it does not lead to is not looked for in the store
+                if self._led_to[0] != tag:
+                    self._led_to = (tag, find_names())
+            if name not in self._led_to[1]:
+                return False
+            try:
+                self.asked(name, MOST_OBJECT_BYTES)
+            except NotFound:
+                pass
+            if self.is_intact(name):
+                return True
+            self._led_to[1].discard(name)  # it is gone, or the disk is full: it is not fetched again for this head
             return False
-        return exists(self.folder, name)
+
+    def asked(self, name: str, max_bytes: int) -> bytes:
+        """An object that others need. Neighbours are not asked in turn, since they may be asking this one."""
+        return self._bytes(name, max_bytes, is_asked=True)
 
     @property
     def kept(self) -> KeptObjects:
         """The objects in the folder, as a store."""
         return KeptObjects(self, self._head)
 
-    def forget(self, names: Iterable[str]) -> None:
-        """Delete objects from the folder."""
-        self.folder.delete(names)
+    def forget(self, name: str) -> None:
+        """An object has left the folder."""
+        self._intact.pop(name, None)
+
+    def _stamp(self, name: str) -> Stamp | None:
+        """What changes with a file in the folder; None where there is none."""
+        above, _, last = name.rpartition("/")
+        try:
+            with Folder.open(self.folder.root, above) as folder:
+                status = folder.status(last)
+        except OSError:
+            return None
+        if status is None or not stat.S_ISREG(status.st_mode):
+            return None
+        return Stamp(status.st_ino, status.st_size, status.st_mtime_ns)
 
     # -- objects -------------------------------------------------------------------------------------------------------
 
@@ -150,8 +212,7 @@ class MirrorStore:
     def _bytes(self, name: str, max_bytes: int, *, is_asked: bool = False) -> bytes:
         """An object from the folder or, if it is not there or damaged, from the store.
 
-        is_asked: whether a neighbour asks for it: it does not wait long, and other neighbours are not asked in turn,
-            since they may be asking this one.
+        is_asked: whether only others need it; see `asked`.
         """
         with self._guard:
             lock = self._fetching.setdefault(name, threading.Lock())
@@ -159,7 +220,12 @@ class MirrorStore:
             current().require(f"{self.url}: {name}")
         try:
             if is_asked:
-                return self._fetch(name, max_bytes, getattr(self._store, "origin", self._store))
+                store = getattr(self._store, "origin", self._store)
+                try:
+                    return self._fetch(name, min(max_bytes, _LARGE_BYTES), store)
+                except LimitExceeded:
+                    with self._large:
+                        return self._fetch(name, max_bytes, store)
             with self._guard:
                 self._own_fetches[name] += 1
             try:
@@ -190,6 +256,8 @@ class MirrorStore:
         try:
             self.folder.put(name, data)
             self._is_full = False
+            if is_named_by_hash(name) and (stamp := self._stamp(name)) is not None:
+                self._intact[name] = stamp
         except StoreError as error:
             self._warn(error)
 
@@ -200,40 +268,23 @@ class MirrorStore:
         self._is_full = True
 
 
-class KeptObjects:
+class KeptObjects(FolderStore):
     """The objects that the folder of a mirror has. One that it has not is read from the store."""
 
-    writable = True
-
     def __init__(self, mirror: MirrorStore, head: str) -> None:
-        self.url = mirror.folder.url
+        super().__init__(mirror.folder.root)
         self._mirror = mirror
         self._head = head
 
     def get(self, name: str, max_bytes: int) -> StoredObject:
-        store: Store | MirrorStore = self._mirror.folder if name == self._head else self._mirror
-        return store.get(name, max_bytes)
-
-    def read(self, name: str, start: int, size: int) -> bytes:
-        return self._mirror.read(name, start, size)
-
-    def put(self, name: str, data: bytes | memoryview) -> None:
-        self._mirror.folder.put(name, data)
-
-    def swap(self, name: str, data: bytes, tag: str | None) -> str:
-        return self._mirror.folder.swap(name, data, tag)
-
-    def changed(self, name: str, tag: str | None, timeout: float) -> StoredObject | None:
-        return self._mirror.folder.changed(name, tag, timeout)
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return self._mirror.folder.list(prefix)
+        if is_named_by_hash(name):
+            return StoredObject(self._mirror.asked(name, max_bytes), name.rpartition("/")[2])
+        return super().get(name, max_bytes) if name == self._head else self._mirror.get(name, max_bytes)
 
     def delete(self, names: Iterable[str]) -> None:
-        self._mirror.forget(names)
-
-    def close(self) -> None:
-        """The mirror closes the folder."""
+        for name in names:
+            self._mirror.forget(name)
+            super().delete([name])
 
 
 def _own(path: Path, store: Store) -> Folder:

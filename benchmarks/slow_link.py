@@ -24,7 +24,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
+from queue import SimpleQueue
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,6 @@ from examples.rl.trainer import Trainer, compile_kernels
 from examples.rl.ways import Way
 from examples.rl.weights import Published, Weights, bits, distinct, sha256
 from sparserl.plan import Link
-from sparserl.session.store.records import HEAD
 from sparserl.weights.dtypes import BY_NAME
 
 LANDED, READY = "landed.jsonl", "ready"  # files of the worker
@@ -51,7 +51,6 @@ _HOME = Path(__file__).parent.parent / "research" / "results"
 _FROM, _TO = "<!-- slow link -->\n", "<!-- end of slow link -->"  # where the table stands in rl.md
 _FRAME = struct.Struct("<II")  # the version, and how many parts it has; then the size of each
 _NEEDLESS = ("plan", "fetch")  # stages of a subscriber that are not work on what has come
-_HOLD = 1.0  # seconds that the server is asked to wait for another head
 
 
 class Patches:
@@ -228,29 +227,29 @@ class Received(Landing):
 
 
 class Followed(Landing):
-    """Weights by sparserl, over HTTP."""
+    """Weights by sparserl, over HTTP: followed as they come, and committed when they are asked for."""
 
     def __init__(self, url: str, target: Weights, folder: str) -> None:
         super().__init__(target, folder)
-        self._subscriber = sparserl.Subscriber(url, target, threads=1)
-        self._tag, self._staged = "", -1
+        self._asked: SimpleQueue[None] = SimpleQueue()
+        self._committed: SimpleQueue[sparserl.SyncReport] = SimpleQueue()
+        self._over = Event()
+        self._subscriber = sparserl.Subscriber(url, target, threads=1, before=self._asked.get)
+        self._following = Thread(target=self._follow, daemon=True)
+        self._following.start()
 
-    def look(self) -> None:
-        """Stage the next version as soon as the head moves: there is nothing else to do."""
-        store = self._subscriber.store
-        if self._tag and self._staged < 0 and (found := store.changed(HEAD, self._tag, _HOLD)) is not None:
-            self._tag, report = found.tag, self._subscriber.stage()
-            self._staged = -1 if report is None else report.version
+    def _follow(self) -> None:
+        self._subscriber.follow(stop=self._over.is_set, on_commit=self._committed.put)
 
     def _land(self, version: int) -> float:
-        if self._staged != version:
-            self._subscriber.stage(version)
-        taken = self._subscriber.commit().seconds
-        self._staged = -1
-        self._tag = self._tag or self._subscriber.store.get(HEAD, 1 << 20).tag
-        return sum(seconds for stage, seconds in taken.items() if stage not in _NEEDLESS)
+        self._asked.put(None)
+        made = self._committed.get(timeout=PATIENCE)
+        assert made.version == version
+        return sum(seconds for stage, seconds in made.seconds.items() if stage not in _NEEDLESS)
 
     def close(self) -> None:
+        self._over.set()
+        self._following.join(PATIENCE)
         self._subscriber.close()
 
 

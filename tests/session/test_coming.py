@@ -6,6 +6,7 @@ import contextlib
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from sparserl import Publisher, Subscriber
@@ -79,6 +80,38 @@ def test_announced_buckets_are_fetched_before_the_head_moves(url, monkeypatch, k
     assert ahead[0] >= 2
     assert set(far.bucket_reads.values()) == {1}
     assert bits(received) == bits(policy.weights)
+
+
+@pytest.mark.parametrize(("size", "is_announced"), [(60_000, True), (600, False)])
+def test_a_lone_bucket_is_announced_unless_it_is_small(url, monkeypatch, size, is_announced):
+    """Its fetch takes the place of two round trips, for index and manifest; a few bytes are not worth a write."""
+    monkeypatch.setattr(coming, "_LATER", 0.01)
+    rng = np.random.default_rng(1)
+    weights = {"w": rng.integers(0, 2**32, size, np.uint32)}
+    near, far = WatchedStore(open_store(url)), WatchedStore(open_store(url))
+    is_read = threading.Event()
+    far.before_read = lambda name: is_read.set() if "/buckets/" in name else None
+    announced = []
+    received = {"w": weights["w"] * 0}
+
+    def before_put(name):
+        announced.extend([name] * (name == COMING))
+        assert "/manifests/" not in name or not is_announced or is_read.wait(SECONDS)
+
+    with (
+        Publisher(near, weights, threads=1, anchor_after=100.0) as publisher,
+        following(far, received) as committed,
+    ):
+        publisher.publish()
+        assert committed.acquire(timeout=SECONDS)
+        weights["w"] ^= rng.integers(0, 2**32, size, np.uint32)
+        is_read.clear()
+        near.before_put = before_put
+        publisher.publish()
+        assert committed.acquire(timeout=SECONDS)
+    assert len(announced) == is_announced
+    assert set(far.bucket_reads.values()) == {1}
+    assert (received["w"] == weights["w"]).all()
 
 
 def announcements(policy, url):

@@ -42,7 +42,9 @@ def serve(
     tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="The certificate's private key, in PEM.")] = None,
     access_log: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Log one line for each request: method, path, status, bytes, name of the token."),
+        typer.Option(
+            metavar="FILE", help="Log one line for each request: method, path, status, bytes, name of the token."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:

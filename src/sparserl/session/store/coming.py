@@ -25,6 +25,7 @@ from .records import Blob, require_hash
 NOTHING = Digest()  # what an announced anchor starts from
 AHEAD_BYTES = 256 << 20  # of buckets that are fetched before a head names them
 _MOST_NAMED = 64  # buckets: the last ones
+_SMALL = 1 << 16  # bytes of a bucket that is not announced while it is the only one
 _PAUSE = 0.02  # seconds between two announcements
 _LATER = 5.0  # seconds after which a store that announces nothing is asked again
 _HOLD = 30.0  # seconds that one request waits for an announcement
@@ -68,8 +69,9 @@ class Announcer:
         with self._guard:
             self._rows.append((blob, touched))
             rows = dict(self._rows[-_MOST_NAMED:])
-        if len(self._rows) < 2 or time.monotonic() < self._next or not self._writing.acquire(blocking=False):
-            return  # a small patch is there as soon as its announcement would be
+        is_small = len(rows) < 2 and blob.size < _SMALL  # a patch that is there as soon as its announcement would be
+        if is_small or time.monotonic() < self._next or not self._writing.acquire(blocking=False):
+            return
         try:
             marks = tuple(rows.values()) if holdings else ()
             coming = replace(self._manifest, buckets=tuple(rows), holdings=holdings, touched=marks)

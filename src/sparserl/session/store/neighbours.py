@@ -55,12 +55,10 @@ class NeighbourOptions:
 
     def around(self, store: Store) -> Store:
         """A store, with the neighbours that are asked first and the mirror that keeps what is read."""
-        if self.near:
-            neighbours = [open_store(url, token=self.token, retry=_QUICK) for url in self.near]
-            store = NearestStore(store, neighbours)
+        neighbours = [open_store(url, token=self.token, retry=_QUICK) for url in self.near]
         if self.mirror is not None:
-            store = MirrorStore(store, path_of(self.mirror), HEAD)
-        return store
+            return MirrorStore(store, neighbours, path_of(self.mirror), HEAD)
+        return NearestStore(store, neighbours) if neighbours else store
 
 
 class Served:

@@ -128,7 +128,7 @@ class App:
         try:
             try:
                 response = await self._respond(request, reader is not None)
-            except OSError as error:
+            except (OSError, SparserlError) as error:
                 _log.error("%s cannot be read: %s", target_of(request), error)
                 response = refusal(503)
             await response(scope, receive, send_and_count)
@@ -195,14 +195,8 @@ class App:
         return Response(head.data[bytes_.start :][: bytes_.size], bytes_.status(total), headers)
 
     async def _respond_object(self, request: Request, name: str) -> Response:
-        if self._mirror is not None:
-            try:
-                has_object = await self._has_object(self._mirror, name)
-            except SparserlError as error:
-                _log.warning("%s: %s", name, error)
-                return refusal(503)
-            if not has_object:
-                return refusal(404)
+        if self._mirror is not None and not await self._has_object(self._mirror, name):
+            return refusal(404)
         file = await asyncio.to_thread(open_object, self.root, name)
         if file is None:
             return refusal(404)

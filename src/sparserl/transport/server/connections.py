@@ -28,7 +28,9 @@ class StrictConnection(h11.Connection):
         if not isinstance(event, h11.Request):
             return event
         head = received[: len(received) - len(self.trailing_data[0])]
-        if b"," in b",".join(_LENGTH.findall(head)):  # a proxy might take another one of them, and what follows for ours
+        if b"," in b",".join(
+            _LENGTH.findall(head)
+        ):  # a proxy might take another one of them, and what follows for ours
             raise h11.RemoteProtocolError("the length of the request is said twice")
         if event.target.endswith(b"?") and event.target.count(b"?") == 1:
             target = event.target[:-1] + b"%3F"  # splitting the target would drop it without a trace

@@ -6,44 +6,39 @@ from the store, and shown to neighbours when its version is held here.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import stat
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from ...errors import InvalidField, LimitExceeded, NotFound, SessionError, StoreError, Truncated
+from ...errors import FormatError, InvalidField, LimitExceeded, NotFound, SessionError, StoreError, Truncated
 from ...files import Folder
-from .base import RANGE_BYTES, ObjectInfo, Store, StoredObject, has_named_hash, is_named_by_hash, is_served
+from .base import RANGE_BYTES, Store, StoredObject, has_named_hash, is_named_by_hash, is_served
 from .deadline import current, within
 from .folder import FolderStore
+from .nearest import NearestStore
 
 MOST_OBJECT_BYTES = 1 << 30  # of any object, as of a file that travels with the weights
 _LARGE_BYTES = 1 << 27  # of an object that comes alone when a neighbour asks for it
 _FILL_SECONDS = 600.0  # that an object may take that a neighbour asks for
 _LOOK = 0.2  # seconds between looks at whether a wait is over
 _MARK = ".mirror"  # a file that says what the folder is
+_MOST_KNOWN = 1 << 16  # objects that were verified
 _HEADS = 4  # that were read last: one of them is shown when its version is held
 _log = logging.getLogger("sparserl.serve")
 
 
-class Stamp(NamedTuple):
-    """What changes with a file."""
-
-    inode: int
-    size: int
-    nanoseconds: int
-
-
-class MirrorStore:
+class MirrorStore(NearestStore):
     """A store, and the folder that keeps what is read from it. Objects are read as a whole, so that they are verified.
 
     Args:
         store: the store.
+        neighbours: those who are asked for objects before it.
         folder: the folder. It may have objects from before; they are verified. One mirror at a time has it.
         head: the name of the object that changes.
 
@@ -53,19 +48,16 @@ class MirrorStore:
 
     reads_whole = True
 
-    def __init__(self, store: Store, folder: str | os.PathLike[str], head: str) -> None:
-        self.url = store.url
-        self.writable = store.writable
-        self.announces = getattr(store, "announces", False)
+    def __init__(self, store: Store, neighbours: Sequence[Store], folder: str | os.PathLike[str], head: str) -> None:
+        super().__init__(store, neighbours)
         self._lock = _own(Path(folder), store)
         self.folder = FolderStore(folder)
-        self._store = store
         self._head = head
         self._heads: dict[str, bytes] = {}  # the last ones, by tag
         self._shown: tuple[str, Callable[[], set[str]]] | None = None  # the tag of the head, and what it leads to
         self._led_to: tuple[str, set[str]] = ("", set())  # that, found out for the head with a tag
         self._finding = threading.Lock()
-        self._intact: dict[str, Stamp] = {}  # files in the folder that were verified
+        self._intact: dict[str, tuple[int, int, int]] = {}  # files in the folder that were verified
         self._large = threading.Lock()  # one thread at a time fetches what is large for neighbours
         self._guard = threading.Lock()
         self._fetching: dict[str, threading.Lock] = {}  # one thread at a time fetches an object
@@ -76,7 +68,7 @@ class MirrorStore:
 
     def get(self, name: str, max_bytes: int) -> StoredObject:
         if not is_named_by_hash(name):
-            stored = self._store.get(name, max_bytes)
+            stored = self.origin.get(name, max_bytes)
             if name == self._head:
                 self._remember(stored)
             elif is_served(name):
@@ -87,32 +79,20 @@ class MirrorStore:
 
     def read(self, name: str, start: int, size: int) -> bytes:
         if not is_named_by_hash(name):
-            return self._store.read(name, start, size)
+            return self.origin.read(name, start, size)
         data = self._bytes(name, MOST_OBJECT_BYTES)[start : start + size]
         if len(data) < size:
             raise Truncated(f"{name} ends {size - len(data)} bytes too early")
         return data
 
-    def put(self, name: str, data: bytes | memoryview) -> None:
-        self._store.put(name, data)
-
-    def swap(self, name: str, data: bytes, tag: str | None) -> str:
-        return self._store.swap(name, data, tag)
-
     def changed(self, name: str, tag: str | None, timeout: float) -> StoredObject | None:
-        stored = self._store.changed(name, tag, timeout)
+        stored = self.origin.changed(name, tag, timeout)
         if stored is not None and name == self._head:
             self._remember(stored)
         return stored
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return self._store.list(prefix)
-
-    def delete(self, names: Iterable[str]) -> None:
-        self._store.delete(names)
-
     def close(self) -> None:
-        self._store.close()
+        super().close()
         self.folder.close()
         self._lock.close()
 
@@ -122,6 +102,8 @@ class MirrorStore:
         """Show neighbours the head that has a tag, and let them ask for the objects that it leads to."""
         if (data := self._heads.get(tag)) is not None:
             self._shown = (tag, find_names)
+            if len(self._intact) > _MOST_KNOWN:  # most of them have left the folder
+                self._intact.clear()
             try:
                 self.folder.put(self._head, data)
             except StoreError as error:
@@ -141,8 +123,8 @@ class MirrorStore:
             return False
         digest = hashlib.sha256()
         try:
-            for start in range(0, stamp.size, RANGE_BYTES):
-                digest.update(self.folder.read(name, start, min(RANGE_BYTES, stamp.size - start)))
+            for start in range(0, stamp[0], RANGE_BYTES):
+                digest.update(self.folder.read(name, start, min(RANGE_BYTES, stamp[0] - start)))
         except (NotFound, Truncated):
             return False
         if digest.hexdigest() != name.rpartition("/")[2]:
@@ -164,17 +146,16 @@ class MirrorStore:
         with within(_FILL_SECONDS):
             with self._finding:  # once for a head: what it does not lead to is not looked for in the store
                 if self._led_to[0] != tag:
-                    self._led_to = (tag, find_names())
+                    self._led_to = (tag, set())
+                    with contextlib.suppress(NotFound, FormatError):
+                        self._led_to = (tag, find_names())
             if name not in self._led_to[1]:
                 return False
-            try:
+            with contextlib.suppress(NotFound, FormatError):
                 self.asked(name, MOST_OBJECT_BYTES)
-            except NotFound:
-                pass
-            if self.is_intact(name):
-                return True
-            self._led_to[1].discard(name)  # it is gone, or the disk is full: it is not fetched again for this head
-            return False
+            if not self.is_intact(name):  # gone, damaged, or too much for the disk: not fetched again for this head
+                self._led_to[1].discard(name)
+            return self.is_intact(name)
 
     def asked(self, name: str, max_bytes: int) -> bytes:
         """An object that others need. Neighbours are not asked in turn, since they may be asking this one."""
@@ -185,12 +166,8 @@ class MirrorStore:
         """The objects in the folder, as a store."""
         return KeptObjects(self, self._head)
 
-    def forget(self, name: str) -> None:
-        """An object has left the folder."""
-        self._intact.pop(name, None)
-
-    def _stamp(self, name: str) -> Stamp | None:
-        """What changes with a file in the folder; None where there is none."""
+    def _stamp(self, name: str) -> tuple[int, int, int] | None:
+        """The size of a file in the folder, its time and its number, which change with it; None where there is none."""
         above, _, last = name.rpartition("/")
         try:
             with Folder.open(self.folder.root, above) as folder:
@@ -199,7 +176,7 @@ class MirrorStore:
             return None
         if status is None or not stat.S_ISREG(status.st_mode):
             return None
-        return Stamp(status.st_ino, status.st_size, status.st_mtime_ns)
+        return status.st_size, status.st_mtime_ns, status.st_ino
 
     # -- objects -------------------------------------------------------------------------------------------------------
 
@@ -220,16 +197,15 @@ class MirrorStore:
             current().require(f"{self.url}: {name}")
         try:
             if is_asked:
-                store = getattr(self._store, "origin", self._store)
                 try:
-                    return self._fetch(name, min(max_bytes, _LARGE_BYTES), store)
+                    return self._fetch(name, min(max_bytes, _LARGE_BYTES), self.origin.get)
                 except LimitExceeded:
                     with self._large:
-                        return self._fetch(name, max_bytes, store)
+                        return self._fetch(name, max_bytes, self.origin.get)
             with self._guard:
                 self._own_fetches[name] += 1
             try:
-                return self._fetch(name, max_bytes, self._store)
+                return self._fetch(name, max_bytes, super().get)
             finally:
                 with self._guard:
                     del self._own_fetches[name]
@@ -238,7 +214,7 @@ class MirrorStore:
             with self._guard:
                 self._fetching.pop(name, None)
 
-    def _fetch(self, name: str, max_bytes: int, store: Store) -> bytes:
+    def _fetch(self, name: str, max_bytes: int, get: Callable[[str, int], StoredObject]) -> bytes:
         try:
             data = self.folder.get(name, max_bytes).data
             if has_named_hash(data, name):
@@ -246,7 +222,7 @@ class MirrorStore:
             _log.warning("%s in %s is damaged: it is fetched again", name, self.folder.root)
         except (NotFound, LimitExceeded):
             pass
-        data = store.get(name, max_bytes).data
+        data = get(name, max_bytes).data
         if not has_named_hash(data, name):
             raise InvalidField(f"{self.url}: {name} is damaged: its bytes have another hash")
         self._keep(name, data)
@@ -281,16 +257,10 @@ class KeptObjects(FolderStore):
             return StoredObject(self._mirror.asked(name, max_bytes), name.rpartition("/")[2])
         return super().get(name, max_bytes) if name == self._head else self._mirror.get(name, max_bytes)
 
-    def delete(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._mirror.forget(name)
-            super().delete([name])
-
 
 def _own(path: Path, store: Store) -> Folder:
     """The folder of a store's mirror, which nobody else may use meanwhile; it is made if it does not exist."""
-    origin = getattr(store, "origin", store)
-    if isinstance(origin, FolderStore) and origin.root.resolve() == path.resolve():
+    if isinstance(store, FolderStore) and store.root.resolve() == path.resolve():
         raise SessionError(f"{path} is the store itself; choose another folder for the mirror")
     try:
         folder = Folder.open(path, make=True)

@@ -47,8 +47,9 @@ def open_store(
     """Open the store at a URL.
 
     Args:
-        url: The path of a folder, its URL `file:///path`, in which `%20` is a space, `s3://bucket/path`, `gs://bucket/path` or `az://container/path`, to
-            read and to write; `http(s)://host/path`, as `sparserl serve` offers it, to read.
+        url: The path of a folder, or its URL `file:///path`, in which `%20` is a space, `s3://bucket/path`,
+            `gs://bucket/path` or `az://container/path`, to read and to write; `http(s)://host/path`, as `sparserl
+            serve` offers it, to read.
         token: sent as `Authorization: Bearer …` to an http(s) store.
         ca: a file with certificates, in PEM, of authorities to trust besides those of the system; by default the one
             that the environment variable SSL_CERT_FILE names.
@@ -106,9 +107,9 @@ def _trusting(options: dict[str, Any], ca: Path) -> dict[str, Any]:
 
 
 def _expanded(path: Path) -> Path:
+    if "\0" in str(path):
+        raise StoreError(f"{str(path)!r}: no path has a zero in it")
     try:
-        if "\0" in str(path):
-            raise RuntimeError("no path has a zero in it")
         return path.expanduser()
     except RuntimeError as error:
         raise StoreError(f"{str(path)!r}: {error}") from error

@@ -12,12 +12,11 @@ import hashlib
 import http.client
 import re
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import quote, urljoin, urlsplit
 
 from ...errors import NotFound, SparserlError, StoreError, Truncated, Unavailable
-from .base import MAX_WATCHED_BYTES, ObjectInfo, Retry, StoredObject, poll, require_name
+from .base import MAX_WATCHED_BYTES, Retry, StoredObject, poll, require_name
 from .deadline import Deadline, current
 from .http_client import Answer, Expected, HttpClient
 from .http_settings import HEADER_VALUE, PORTS, VISIBLE, describe, read_origin, read_settings, without_password
@@ -67,17 +66,10 @@ class WebStore:
 
         return poll(look, tag, timeout, pause)
 
-    def put(self, name: str, data: bytes | memoryview) -> None:  # noqa: ARG002  # a store's signature
-        raise self._read_only()
+    def put(self, *_: Any, **__: Any) -> NoReturn:
+        raise StoreError(f"{self.url} can only be read")
 
-    def swap(self, name: str, data: bytes, tag: str | None) -> str:  # noqa: ARG002  # a store's signature
-        raise self._read_only()
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:  # noqa: ARG002  # a store's signature
-        raise self._read_only()
-
-    def delete(self, names: Iterable[str]) -> None:  # noqa: ARG002  # a store's signature
-        raise self._read_only()
+    swap = list = delete = put
 
     def close(self) -> None:
         """Close the connections that are kept open."""
@@ -176,9 +168,6 @@ class WebStore:
 
     def _label(self, name: str) -> str:
         return f"{self.url}: {name}"
-
-    def _read_only(self) -> StoreError:
-        return StoreError(f"{self.url} can only be read")
 
 
 def _hash(data: bytes) -> str:

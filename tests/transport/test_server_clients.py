@@ -223,7 +223,7 @@ def test_many_who_take_nothing_share_a_bounded_memory(tmp_path: Path) -> None:
     """Sixty clients that ask for 64 MiB and take none of it, where there is room for 2; others are served in full."""
     with (tmp_path / "large").open("wb") as file:
         file.truncate(64 << 20)
-    less = "from sparserl.transport.server import responses\nresponses._ROOM = 2 << 20"
+    less = "from sparserl.transport.server import responses as r\nr._ROOM, r._CHUNK = 2 << 20, 1 << 20"
     with serving(tmp_path, first=less) as (url, running), contextlib.ExitStack() as stack:
         before = _memory(running.pid)
         for _ in range(60):
@@ -233,7 +233,7 @@ def test_many_who_take_nothing_share_a_bounded_memory(tmp_path: Path) -> None:
             one.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
             assert one.recv(10) == b"HTTP/1.1 2"
         assert ask(url, "/large", range="bytes=7-3000006").body == bytes(3_000_000)
-        assert _memory(running.pid) - before < 16 << 20
+        assert _memory(running.pid) - before < 10 << 20
 
 
 @pytest.mark.parametrize(

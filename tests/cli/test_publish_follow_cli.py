@@ -148,6 +148,7 @@ def test_follow_once(here: Path) -> None:
     first = values("follow", URL, "-o", "out", "--once", "--trusted-key", "key.pub")
     assert (first["version"], first["kind"], first["digest"]) == (2, "anchor", sparserl.digest(W[2]).hex)
     assert same(here / "out", W[2])
+    assert (here / "out" / "held.json").read_text().endswith("}\n")
     result = invoke("follow", URL, "-o", "out", "--once", "--json")
     assert (result.exit_code, result.stdout) == (0, "")
     assert "already at version 2" in result.stderr
@@ -253,6 +254,29 @@ def test_follow_until_told_to_stop(number: signal.Signals, here: Path) -> None:
     assert same(here / "out", W[2])
     assert list((here / "out" / ".sparserl").iterdir()) == []
     assert [p.name[-2:] for p in sorted((here / "out" / "versions").iterdir())] == ["01", "02"]
+
+
+def test_following_outlasts_a_damaged_head(here: Path) -> None:
+    """What is wrong in the store for a while is said, and waited for."""
+    with started("follow", URL, "-o", "out", "--json") as running:
+        assert json.loads(running.out.get(timeout=120))["version"] == 2
+        head = (here / "store" / HEAD).read_bytes()
+        (here / "store" / HEAD).write_bytes(head[:100])
+        assert "waiting: the head is damaged" in running.err.get(timeout=120)
+        (here / "store" / HEAD).write_bytes(head)
+        said("publish", "0", URL, "--state", "state", "--signing-key", "key")
+        assert json.loads(running.out.get(timeout=120))["version"] == 3
+        assert running.end(signal.SIGINT) == 0
+    assert same(here / "out", W[0])
+
+
+def test_a_run_is_rolled_back(here: Path) -> None:
+    """An exported version that is published again is the newest: followers have its bits."""
+    said("follow", URL, "-o", "out", "--once")
+    said("export", f"{URL}@0", "-o", "rollback")
+    said("publish", "rollback", URL, "--note", "rollback to 0", "--signing-key", "key")
+    assert values("follow", URL, "-o", "out", "--once")["version"] == 3
+    assert same(here / "out", W[0])
 
 
 def test_stopping_before_the_first_version(here: Path) -> None:

@@ -240,7 +240,9 @@ def test_help_teaches() -> None:
     top = said("--help")
     for command in COMMANDS:
         assert command in top
-        assert f"sparserl {command} " in said(command, "--help").split("Example", 1)[1]
+        text = said(command, "--help")
+        assert f"sparserl {command} " in text.split("Example", 1)[1]
+        assert "<bool>" not in text
     assert "With --new-run a new run begins, and subscribers fetch all weights again" in " ".join(
         said("publish", "--help").split()
     )

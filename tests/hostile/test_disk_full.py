@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from sparserl import Publisher, Subscriber, targets
-from sparserl.errors import CheckpointError, CommitFailed, SessionError
+from sparserl.errors import CheckpointError, CommitFailed, SessionError, SparserlError
 from sparserl.session import anchors
 from sparserl.session.options import EncodingOptions
 from sparserl.sources import open_checkpoint
@@ -213,3 +213,29 @@ def test_a_temporary_folder_without_room(disk: Disk, monkeypatch: pytest.MonkeyP
     with pytest.raises(SessionError, match=f"room in {disk.path}"):
         anchors.anchor_of(weights, EncodingOptions("auto", None, None, None))
     assert list(disk.path.iterdir()) == []
+
+
+def test_following_waits_for_room(run: Run, disk: Disk) -> None:
+    """It is told of the full disk, the folder stays as it was, and the next look at the store tries again."""
+    told: list[SparserlError] = []
+
+    def make_room(error: SparserlError) -> None:
+        told.append(error)
+        run.holds(0)
+        disk.clear()
+
+    disk.fill()
+    run.subscriber.follow(stop=lambda: run.subscriber.version == 1, on_trouble=make_room, timeout=900)
+    assert [type(error) for error in told] == [CheckpointError]
+    run.holds(1)
+
+
+def test_a_folder_that_something_else_changed(run: Run) -> None:
+    """Without the link to its version it starts from an anchor, at the next sync."""
+    run.target.current.unlink()
+    with pytest.raises(CheckpointError, match="the next sync starts from an anchor"):
+        run.subscriber.sync()
+    report = run.subscriber.sync()
+    assert report is not None
+    assert report.kind == "anchor"
+    run.holds(1)

@@ -47,12 +47,13 @@ class Fleet:
         anchor_after=1.0,
         device="cpu",
         published=None,
+        **options,
     ):
         if other is None:
             self.weights = checkpoint() | (extra or {})
-            options = {"profile": profile, "ladder": None, "anchor_after": anchor_after}
+            encoding = {"profile": profile, "ladder": None, "anchor_after": anchor_after}
             source = self.weights if published is None else lambda: published(self.weights)
-            self.publisher = sparserl.Publisher(url, source, **options)
+            self.publisher = sparserl.Publisher(url, source, **encoding)
             self.publisher.publish()
         else:
             self.weights = other.weights
@@ -63,7 +64,7 @@ class Fleet:
             pieces = find_pieces(named(checkpoint()), engine.live, engine.load, lambda _: None)
             engine.load(checkpoint().items())
             target = EngineTarget(pieces, lambda engine=engine: engine.live, tied, threads=1)
-            self.subscribers.append(EngineSubscriber(url, target, rank, table.gather(rank), threads=1))
+            self.subscribers.append(EngineSubscriber(url, target, rank, table.gather(rank), threads=1, **options))
 
     def all(self, work):
         """What each rank makes of some work, or raises."""

@@ -47,6 +47,22 @@ def test_what_was_staged_on_bits_that_others_wrote_to(tmp_path, ranks):
         it.require_exact()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_audit_together_after_so_many_commits(tmp_path, ranks):
+    """As a commit begins: what is staged ahead stays staged where bits are right, and is forgotten elsewhere."""
+    with fleet(tmp_path, ranks, audit_every=2) as it:
+        for seed in range(5):
+            it.train(seed)
+            it.all(lambda s: s.refresh())
+            it.all(lambda s: s.stage_newest())
+            if seed < 4:
+                assert {report.kind for report in it.all(lambda s: s.commit_version())} == {"patch"}
+        it.engines[-1].live["o.bias"][2] += 1
+        assert {type(error) for error in it.all(lambda s: s.commit_version())} == {ChecksumMismatch}
+        assert {report.kind for report in it.all(lambda s: s.commit_version())} == {"anchor"}
+        it.require_exact()
+
+
 def test_more_parts_than_a_record_can_name(tmp_path, monkeypatch, caplog):
     """Its ranks fetch all of every patch, which is said once."""
     monkeypatch.setattr(holding_records, "HOLDING", Bound(1 << 22, 20, 16))

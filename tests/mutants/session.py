@@ -459,6 +459,20 @@ MUTANTS = (
         Tests("hostile/test_budgets.py", "do_not_fit"),
     ),
     Mutant(
+        "what something else wrote stays for ever",
+        "session/receiver.py",
+        "self._commits - self._audited >= audit_every",
+        "False",
+        Tests("session/test_session_commits.py", "foreign_writes"),
+    ),
+    Mutant(
+        "a store with a damaged head is asked again and again at once",
+        "session/store/subscriber.py",
+        "min(max(1.0, 2 * pause), _LONGEST_PAUSE)",
+        "0.0",
+        Tests("session/test_session_following.py", "trouble_is_over"),
+    ),
+    Mutant(
         "a commit can be interrupted between two targets",
         "session/receiver.py",
         "uninterrupted(lambda: self._commit_targets(staged))",

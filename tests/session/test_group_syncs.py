@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -148,22 +149,27 @@ def audited(rank, group, pipe):
     if rank == 0:
         rng, kinds = np.random.default_rng(1), []
         publisher = sparserl.GroupPublisher(group, tensors(bits), timeout=LIMIT)
-        for is_lost in (False, True, False):
-            if is_lost:
-                with pytest.raises(SessionError, match=r"rank 1.*discarded"):
+        for lost in (None, "discarded", None, "its bits are others", None):
+            if lost:
+                with pytest.raises(SessionError, match=f"rank 1.*{lost}"):
                     publisher.publish()
             else:
                 kinds.append(publisher.publish().kind)
             step(bits, rng, 0.01)
         publisher.close()
         return kinds
-    subscriber = GroupSubscriber(group, tensors(bits), timeout=LIMIT)
+    subscriber = GroupSubscriber(group, tensors(bits), timeout=LIMIT, audit_every=2)
     subscriber.sync()
     subscriber.stage()
     bits["f32"][0] ^= 1
     for call, error in ((subscriber.audit, ChecksumMismatch), (subscriber.commit, SessionError)):
         with pytest.raises(error):
             call()
+    subscriber.sync()
+    subscriber.audit()
+    bits["f32"][0] ^= 1
+    with pytest.raises(ChecksumMismatch):  # two versions are committed
+        subscriber.sync()
     subscriber.sync()
     subscriber.audit()
     return subscriber.version
@@ -173,8 +179,35 @@ def test_what_was_staged_on_bits_that_others_wrote_to():
     """An audit that fails forgets it; the publisher hears of it, and sends an anchor."""
     with ranks(2, audited) as started:
         kinds, version = results(started)
-    assert kinds == ["anchor", "anchor"]
-    assert version == 2
+    assert kinds == ["anchor", "anchor", "anchor"]
+    assert version == 3
+
+
+def closed(rank, group, pipe):
+    """Rank 1 follows in a thread, until it is closed on another."""
+    bits = policy(1 if rank == 0 else 2)
+    if rank == 0:
+        publisher = sparserl.GroupPublisher(group, tensors(bits), timeout=LIMIT)
+        publisher.publish()
+        pipe.recv()
+        publisher.close()
+        return None
+    committed = threading.Event()
+    subscriber = GroupSubscriber(group, tensors(bits), timeout=LIMIT)
+    following = threading.Thread(target=subscriber.follow, kwargs={"on_commit": lambda _: committed.set()}, daemon=True)
+    following.start()
+    assert committed.wait(60)
+    subscriber.close()
+    following.join(60)
+    return following.is_alive()
+
+
+def test_closing_ends_following():
+    """From another thread, though the publisher is there and sends nothing."""
+    with ranks(2, closed) as started:
+        assert results(started[1:]) == [False]
+        started[0][1].send("end")
+        results(started[:1])
 
 
 def sharded(rank, group, pipe):

@@ -12,6 +12,7 @@ import pytest
 import sparserl
 from sparserl import GroupPublisher, GroupSubscriber, Publisher, Relay, Subscriber
 from sparserl.errors import SparserlError, WeightsError
+from sparserl.session.options import AUDIT_EVERY
 
 dist = pytest.importorskip("torch.distributed")
 
@@ -100,6 +101,12 @@ def test_options_that_can_be_used(tmp_path):
         publisher.publish()
     with Subscriber(f"file://{tmp_path}", [], audit_every=1, threads=1, run=publisher.run) as subscriber:
         subscriber.sync()
+
+
+def test_all_bits_are_read_now_and_then_by_default():
+    """Whatever receives: what something else wrote does not stay for ever."""
+    for kind in (Subscriber, GroupSubscriber, Relay):
+        assert inspect.signature(kind).parameters["audit_every"].default == AUDIT_EVERY <= 100
 
 
 def test_a_clock_that_is_wrong_by_far_is_refused(tmp_path):

@@ -257,6 +257,31 @@ def test_other_writers_are_found_out(url):
     assert bits(mine) == bits(policy.weights)
 
 
+def test_foreign_writes_are_found_after_so_many_versions(url):
+    """Beside all changes, too: when the next version is staged, not in a commit; the sync after that mends them."""
+    weights = {"w": np.zeros(100, np.float32)}
+    mine = {"w": np.ones(100, np.float32)}
+    with Publisher(url, weights) as publisher, Subscriber(url, mine, audit_every=3) as subscriber:
+        for version in range(4):
+            weights["w"][version] += 1
+            publisher.publish()
+            if version < 3:
+                subscriber.sync()
+            mine["w"][50] = 7
+        for _ in range(2):  # sooner or later than so many commits nothing is read
+            with pytest.raises(ChecksumMismatch, match="something else wrote to it"):
+                subscriber.stage()
+            assert subscriber.sync().kind == "anchor"
+            assert bits(mine) == bits(weights)
+            for version in range(2):
+                weights["w"][version] += 1
+                publisher.publish()
+                assert subscriber.sync().kind == "patch"
+            mine["w"][50] = 7
+            weights["w"][0] += 1
+            publisher.publish()
+
+
 def one_behind(url, **hooks):
     """A policy, a subscriber that holds the version before its newest, and the weights of this subscriber."""
     policy = Policy()

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +16,21 @@ import sparserl
 import sparserl.patch
 from sparserl import Publisher, Subscriber, targets
 from sparserl.errors import (
+    ChecksumMismatch,
     NotRetained,
+    SessionError,
+    SparserlError,
     StoreError,
+    UnsupportedFormat,
+    Untrusted,
+    WrongBase,
 )
-from sparserl.session.store import routes
+from sparserl.session.store import routes, signing
+from sparserl.session.store.records import HEAD
 from sparserl.session.store.retention import collect, needed, read_head
+from sparserl.session.store.signing import keygen
 from sparserl.transport.stores.base import COMING
+from sparserl.transport.stores.deadline import Deadline
 from tests.session.policy import Policy, bits
 
 
@@ -191,3 +201,129 @@ def test_a_store_that_goes_away_is_waited_for_and_told_of(tmp_path, url):
     assert all(isinstance(error, StoreError) for error in told)
     assert len(told) >= 2
     assert bits(mine) == bits(policy.weights)
+
+
+def damage_head(head, _keys, _mine):
+    head.write_bytes(head.read_bytes()[:100])
+
+
+def sign_head_with_another_key(head, keys, _mine):
+    head.write_bytes(signing.seal(signing.unseal(head.read_bytes(), keys[1], HEAD), keygen()[0]))
+
+
+def write_to_weights(_head, _keys, mine):
+    for name in ("half", "router"):
+        mine[name][:] = 7
+
+
+@pytest.mark.parametrize(
+    ("break_it", "error"),
+    [
+        (damage_head, SparserlError),
+        (sign_head_with_another_key, Untrusted),
+        (write_to_weights, (WrongBase, ChecksumMismatch)),
+    ],
+)
+def test_following_goes_on_when_trouble_is_over(tmp_path, url, log, monkeypatch, break_it, error):
+    """What is wrong in store or weights for a while is refused, told of, and looked at again, later each time."""
+    policy, keys, pauses, told = Policy(), keygen(), [], []
+    head = tmp_path / "store" / HEAD
+    mine = policy.empty()
+    with (
+        Publisher(url, policy.weights, signing_key=keys[0]) as publisher,
+        Subscriber(url, mine, trusted_keys=keys[1], audit_every=1) as subscriber,
+    ):
+        publisher.publish()
+        subscriber.sync()
+        policy.step()
+        publisher.publish()
+        newest = head.read_bytes()
+        break_it(head, keys, mine)
+        before = bits(mine)
+        sleep = Deadline.sleep
+        monkeypatch.setattr(Deadline, "sleep", lambda self, s: (pauses.append(s), sleep(self, min(s, 0.01))))
+
+        def trouble(raised):
+            told.append(raised)
+            assert bits(mine) == before
+            if len(told) == 3 or break_it is write_to_weights:
+                head.write_bytes(newest)
+
+        subscriber.follow(stop=lambda: subscriber.version == 1, on_trouble=trouble, timeout=900)
+    assert bits(mine) == bits(policy.weights)
+    assert all(isinstance(raised, error) for raised in told)
+    if break_it is not write_to_weights:
+        assert [pause for pause in pauses if pause >= 1][:3] == [1, 2, 4]
+    assert len([line for line in log("WARNING") if ": waiting: " in line]) == 1
+    assert "waits no more" in log("WARNING")[-1]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [StoreError("the server answered 401"), SessionError("another run"), UnsupportedFormat("of a newer release")],
+)
+def test_following_ends_where_waiting_is_no_use(url, monkeypatch, error):
+    """An error that no later look at the store would mend is raised."""
+    with Publisher(url, Policy().weights) as publisher, Subscriber(url, Policy().empty()) as subscriber:
+        publisher.publish()
+        subscriber.sync()
+
+        def refuse(_name, _max_bytes):
+            raise error
+
+        monkeypatch.setattr(subscriber.store, "get", refuse)
+        with pytest.raises(type(error), match=str(error)):
+            subscriber.follow(timeout=900)
+
+
+@pytest.mark.parametrize("break_it", [damage_head, sign_head_with_another_key])
+def test_following_does_not_begin_with_trouble(tmp_path, url, break_it):
+    """A wrong key, or what is no store, is a mistake that somebody is there to see."""
+    keys = keygen()
+    with Publisher(url, Policy().weights, signing_key=keys[0]) as publisher:
+        publisher.publish()
+    break_it(tmp_path / "store" / HEAD, keys, None)
+    with Subscriber(url, Policy().empty(), trusted_keys=keys[1]) as subscriber, pytest.raises(SparserlError):
+        subscriber.follow(timeout=900)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_closing_ends_following(url, is_async):
+    """From another thread, soon, whatever it waits for; what was committed stays."""
+    policy = Policy()
+    mine, committed = policy.empty(), threading.Event()
+    with Publisher(url, policy.weights) as publisher:
+        publisher.publish()
+        subscriber = Subscriber(url, mine)
+        on_commit = {"on_commit": lambda _: committed.set()}
+        follow = (
+            (lambda: asyncio.run(subscriber.follow_async(**on_commit)))
+            if is_async
+            else (lambda: subscriber.follow(**on_commit))
+        )
+        with ThreadPoolExecutor(1) as pool:
+            following = pool.submit(follow)
+            assert committed.wait(60)
+            subscriber.close()
+            following.result(timeout=60)
+        policy.step()
+        publisher.publish()
+    assert subscriber.version == 0
+
+
+def test_closing_ends_waiting_for_trouble_to_end(tmp_path, url):
+    """And for a publisher that has published nothing yet."""
+    for is_empty in (True, False):
+        told = threading.Event()
+        with Publisher(f"{url}{is_empty}", Policy().weights) as publisher:
+            if not is_empty:
+                publisher.publish()
+            subscriber = Subscriber(f"{url}{is_empty}", Policy().empty())
+            if not is_empty:
+                subscriber.sync()
+                damage_head(tmp_path / "storeFalse" / HEAD, None, None)
+            with ThreadPoolExecutor(1) as pool:
+                following = pool.submit(subscriber.follow, on_trouble=lambda _, told=told: told.set())
+                assert told.wait(60)
+                subscriber.close()
+                following.result(timeout=60)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from . import (
     doctor,
@@ -25,7 +26,28 @@ from . import (
     warmup,
 )
 
+
+class _PlainFlags:
+    """Help that names no type beside flags: they take no value."""
+
+    def get_params(self, ctx: Any) -> Any:
+        params = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class _Command(_PlainFlags, TyperCommand):
+    pass
+
+
+class _Group(_PlainFlags, TyperGroup):
+    pass
+
+
 app = typer.Typer(
+    cls=_Group,
     name="sparserl",
     no_args_is_help=True,
     add_completion=True,
@@ -38,6 +60,8 @@ for module in (
     *(patches, squash, publish, follow, export, serve, log, pins, fsck, keys, verify_engine),
     *(plan, report, doctor, warmup),
 ):
+    for command in module.commands.registered_commands:
+        command.cls = _Command
     app.add_typer(module.commands)
 
 

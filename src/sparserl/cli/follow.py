@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 commands = typer.Typer()
 
+_NEIGHBOURS = "Neighbours"
 _RETRY_SECONDS = 0.5  # between two looks for a first version
 _EPILOG = """Examples:
 
@@ -69,7 +70,8 @@ def follow(
     ],
     once: Annotated[bool, typer.Option("--once", help="Stop once the newest version is there.")] = False,
     version: Annotated[
-        int | None, typer.Option(min=0, help="Fetch this version, older or newer, instead of the newest, and stop.")
+        int | None,
+        typer.Option(min=0, metavar="N", help="Fetch this version, older or newer, instead of the newest, and stop."),
     ] = None,
     every: Annotated[
         int | None,
@@ -82,22 +84,34 @@ def follow(
     trusted_key: TrustedKeys = None,
     token_file: TokenFile = None,
     run: Annotated[str | None, typer.Option(metavar="ID", help="Follow this run and no other.")] = None,
-    keep: Annotated[int, typer.Option(min=1, help="How many versions to keep in the folder.")] = 2,
+    keep: Annotated[int, typer.Option(min=1, metavar="N", help="How many versions to keep in the folder.")] = 2,
     timeout: Annotated[
         str | None,
         duration_option("Stop after this time: 30s, 10m, 2h. With --once: how long to wait for a first version."),
     ] = None,
     near: Annotated[
         list[str] | None,
-        typer.Option(metavar="URL", help="A receiver that serves what it has: asked before the store; repeatable."),
+        typer.Option(
+            metavar="URL",
+            help="A receiver that serves what it has: asked before the store; repeatable.",
+            rich_help_panel=_NEIGHBOURS,
+        ),
     ] = None,
     serve: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Serve what is fetched to neighbours; port 0 picks a free port."),
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Serve what is fetched to neighbours; port 0 picks a free port.",
+            rich_help_panel=_NEIGHBOURS,
+        ),
     ] = None,
     mirror: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where to keep what is fetched; with --serve by default FOLDER-mirror."),
+        typer.Option(
+            metavar="DIR",
+            help="Where to keep what is fetched; with --serve by default FOLDER-mirror.",
+            rich_help_panel=_NEIGHBOURS,
+        ),
     ] = None,
     endpoint: Endpoint = None,
     region: Region = None,

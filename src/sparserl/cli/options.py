@@ -13,6 +13,8 @@ from ..humanize import parse_duration
 PATCH_FILES = "Patch files"  # headings of `sparserl --help`
 SESSIONS = "Sessions through a store"
 ADVICE = "Planning and diagnosis"
+TUNING = "Tuning"  # headings of the options of a command; what most calls need has none
+STORE = "Store"
 
 
 def _require_profile(name: str) -> str:
@@ -49,14 +51,20 @@ def _require_duration(text: str | None) -> str | None:
     return text
 
 
-def duration_option(help: str) -> Any:
+def duration_option(help: str, panel: str | None = None) -> Any:
     """An option that takes a duration, as text that `parse_seconds` understands."""
-    return typer.Option(callback=_require_duration, metavar="TIME", help=help)
+    return typer.Option(callback=_require_duration, metavar="TIME", help=help, rich_help_panel=panel)
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Threads = Annotated[
-    int | None, typer.Option(min=1, help="How many threads to use; by default one for each available core.")
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="How many threads to use; by default one for each available core.",
+        rich_help_panel=TUNING,
+    ),
 ]
 Profile = Annotated[
     str,
@@ -64,6 +72,7 @@ Profile = Annotated[
         callback=_require_profile,
         metavar="auto|raw|gap|ulp|ctx",
         help="How changes are encoded. auto picks the smallest encoding for each part of the patch.",
+        rich_help_panel=TUNING,
     ),
 ]
 LinkSpeed = Annotated[
@@ -73,6 +82,7 @@ LinkSpeed = Annotated[
         metavar="SPEED",
         help="Speed of the link to the receiver, such as 25Gbit or 3GB/s. With it, auto picks the encoding that "
         "takes the least time to encode, send and apply, instead of the smallest.",
+        rich_help_panel=TUNING,
     ),
 ]
 PatchFile = Annotated[Path, typer.Argument(metavar="PATCH", help="A patch file; - for stdin.")]
@@ -92,11 +102,19 @@ Url = Annotated[
 ]
 Endpoint = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="Address of an S3-compatible service, such as http://localhost:9000."),
+    typer.Option(
+        metavar="URL",
+        help="Address of an S3-compatible service, such as http://localhost:9000.",
+        rich_help_panel=STORE,
+    ),
 ]
-Region = Annotated[str | None, typer.Option(metavar="NAME", help="Region of the bucket, such as eu-central-1.")]
+Region = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Region of the bucket, such as eu-central-1.", rich_help_panel=STORE),
+]
 TokenFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="A file with the access token of an http(s) store.")
+    Path | None,
+    typer.Option(metavar="FILE", help="A file with the access token of an http(s) store.", rich_help_panel=STORE),
 ]
 CertificateFile = Annotated[
     Path | None,
@@ -104,6 +122,7 @@ CertificateFile = Annotated[
         "--ca",
         metavar="FILE",
         help="Certificates, in PEM, of authorities that the store's server may be signed by; by default SSL_CERT_FILE.",
+        rich_help_panel=STORE,
     ),
 ]
 TrustedKeys = Annotated[

@@ -12,6 +12,7 @@ from . import show
 from .keys import read_signing_key, read_trusted_keys
 from .options import (
     SESSIONS,
+    TUNING,
     CertificateFile,
     Endpoint,
     Json,
@@ -73,15 +74,22 @@ def publish(
     link: LinkSpeed = None,
     anchor_after: Annotated[
         float,
-        typer.Option(min=0, metavar="TIMES", help="Write an anchor when the patches since the last add up to so many."),
+        typer.Option(
+            min=0,
+            metavar="TIMES",
+            help="Write an anchor when the patches since the last add up to so many.",
+            rich_help_panel=TUNING,
+        ),
     ] = 1.0,
-    keep_anchors: Annotated[int, typer.Option(min=1, metavar="N", help="How many anchors stay in the store.")] = 2,
+    keep_anchors: Annotated[
+        int, typer.Option(min=1, metavar="N", help="How many anchors stay in the store.", rich_help_panel=TUNING)
+    ] = 2,
     keep_all: Annotated[bool, typer.Option("--keep-all", help="Keep every version in the store.")] = False,
     grace: Annotated[
-        str, duration_option("How long objects stay in the store after nothing refers to them: 30s, 10m, 2h.")
+        str, duration_option("How long objects stay in the store after nothing refers to them: 30s, 10m, 2h.", TUNING)
     ] = "10m",
     lease: Annotated[
-        str, duration_option("How long a silent subscriber keeps old versions from being removed: 30s, 10m.")
+        str, duration_option("How long a silent subscriber keeps old versions from being removed: 30s, 10m.", TUNING)
     ] = "2m",
     endpoint: Endpoint = None,
     region: Region = None,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import SessionError
-from ..session.options import require_count, require_timeout
+from ..session.options import AUDIT_EVERY, require_count, require_timeout
 from ..session.store.signing import PublicKeys, public_keys
 from ..transport.stores.opening import open_store
 from .checkpoint_engine import (
@@ -62,7 +62,7 @@ class Engine(CheckpointEngine):  # type: ignore[misc]
         folder: A folder of the rollout's node in which one worker keeps whole versions for all workers of the node;
             without it every worker has a copy in host memory. With `in_place`, only at its first sync.
         timeout: Seconds to wait for the other side.
-        audit_every: After so many commits in place, all bits are read and compared with the version's digest.
+        audit_every: After so many commits in place, all bits are compared with the version's digest; None for never.
         signing_key_file: The file with the secret key with which the policy signs; only the policy's workers read it.
         trusted_keys: The public keys that rollouts trust, one or several.
         options: Further options of the `Publisher`.
@@ -83,7 +83,7 @@ class Engine(CheckpointEngine):  # type: ignore[misc]
         rollout_dtype: str | None = None,
         folder: str | None = None,
         timeout: float = 600.0,
-        audit_every: int | None = None,
+        audit_every: int | None = AUDIT_EVERY,
         signing_key_file: str | None = None,
         trusted_keys: PublicKeys | None = None,
         options: Mapping[str, Any] | None = None,

@@ -55,9 +55,7 @@ class LiveReceiver:
         SessionError: The worker also has weights that cannot be followed.
     """
 
-    def __init__(
-        self, worker: Any, url: str, *, trusted_keys: PublicKeys | None = None, audit_every: int | None = None
-    ) -> None:
+    def __init__(self, worker: Any, url: str, *, trusted_keys: PublicKeys | None, audit_every: int | None) -> None:
         if worker.vllm_config.speculative_config is not None:
             raise SessionError(f"weights of a drafter cannot be written in place with NeMo-RL. {_ALTERNATIVE}")
         self._worker = worker

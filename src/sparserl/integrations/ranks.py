@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import ChecksumMismatch, NotFound, PeerLost, SessionError, SparserlError, Unavailable
+from ..errors import ChecksumMismatch, NotFound, PeerLost, SessionError, Unavailable
 from ..session import Subscriber, SyncReport
 from ..session.logs import log
 from ..session.receiver import StagedVersion
@@ -93,6 +93,7 @@ class EngineSubscriber(Subscriber):
         run: The run that it is a version of; None for the one that is followed.
         """
         self.refresh()
+        super()._audit_if_due()
         snapshot = self._snapshot
         assert snapshot is not None
         if run is not None and run != snapshot.run.run:
@@ -159,11 +160,8 @@ class EngineSubscriber(Subscriber):
             log.warning("%s: staging ahead failed: %s: %s", self.store.url, type(error).__name__, error)
 
     def wait(self, seconds: float) -> None:
-        """Wait up to so many seconds for a new version. Staging says what is wrong with a head that cannot be read."""
-        try:
-            self._wait_for_change(seconds)
-        except SparserlError:
-            time.sleep(seconds)
+        """Wait up to so many seconds for a new version."""
+        self._wait_for_change(seconds)
 
     def audit(self) -> None:
         """On all ranks at once: read all bits and compare them with the digest of the engine's version."""
@@ -196,6 +194,9 @@ class EngineSubscriber(Subscriber):
 
     def _identify(self, snapshot: StoreSnapshot, version: int) -> None:  # noqa: ARG002  # all ranks look at the newest
         raise _UnknownVersion(snapshot)
+
+    def _audit_if_due(self) -> None:
+        """Ranks audit at once, as `commit_version` begins: none of them alone knows the digest of its parts."""
 
     def _accept_layout(self, table: TensorTable) -> None:
         """An engine keeps the tensors that it was built with."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from ..errors import SessionError
-from ..session.options import require_count, require_flag, require_timeout
+from ..session.options import AUDIT_EVERY, require_count, require_flag, require_timeout
 from ..session.store.signing import PublicKeys
 
 
@@ -18,7 +18,8 @@ class SparserlInitInfo(WeightTransferInitInfo):
 
     Args:
         url: The URL of the store, which the workers open themselves.
-        audit_every: After how many commits all bits are compared with the digest of the version; None for never.
+        audit_every: After how many commits all bits are compared with the digest of the version, as the next commit
+            begins; None for never.
         ahead: Whether workers fetch and decode a new version as soon as it is published. If not, they begin when it is
             to be committed.
     """
@@ -27,7 +28,7 @@ class SparserlInitInfo(WeightTransferInitInfo):
     trusted_keys: PublicKeys | None = None
     run: str | None = None
     token: str | None = None
-    audit_every: int | None = None
+    audit_every: int | None = AUDIT_EVERY
     ahead: bool = True
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import ChecksumMismatch, CommitFailed, SessionError, SparserlError, WeightsError
 from ..parallel import require_threads, uninterrupted
@@ -24,6 +24,7 @@ from .report import SyncReport
 from .validation import Validation
 
 Targets = Target | Weights | Sequence[Target | Weights]
+R = TypeVar("R", bound="Receiver")
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,14 @@ class Receiver(ABC):
         self._hooks = hooks
         self._validation = None if hooks.validate is None else Validation(hooks.validate, threads)
         self._commits = 0
+        self._audited = 0  # how many commits there had been when an audit was last due
         self._callbacks = Callbacks(callbacks, place)
         self._table: TensorTable | None = None
         self._current: RunVersion | None = None  # what the targets hold
         self._staged: StagedVersion | None = None
         self._is_uncertain = False  # whether the targets may hold other bits than those of the current version
         self._turn = threading.RLock()  # of the thread whose call is at work
+        self._is_closing = False  # set before `close` waits for its turn, so that `follow` on another thread ends
 
     @property
     def version(self) -> int | None:
@@ -123,9 +126,6 @@ class Receiver(ABC):
             finally:
                 if self._current == staged.run_version:
                     self._finish(staged)
-        audit_every = self._hooks.audit_every
-        if audit_every is not None and self._commits % audit_every == 0:
-            self.audit()
         if self._validation is not None and self._table is not None:
             try:
                 self._validation.require_same_bits(staged.run_version.version, self.targets, self._table)
@@ -154,6 +154,14 @@ class Receiver(ABC):
                         "The next sync starts from an anchor"
                     )
 
+    def _audit_if_due(self) -> None:
+        """Audit after so many commits: as the next version is staged, when nobody has paused for it."""
+        audit_every = self._hooks.audit_every
+        if audit_every is not None and self._commits - self._audited >= audit_every:
+            self._audited = self._commits
+            if self._current is not None:
+                self.audit()
+
     def discard(self) -> None:
         """Forget what is staged."""
         with self._turn:
@@ -168,9 +176,32 @@ class Receiver(ABC):
         if self._staged is not None and (version is None or self._staged.base != version):
             self.discard()
 
+    def close(self) -> None:
+        """End `follow` where another thread is in it, forget what is staged, and let go of targets and connections."""
+        self._is_closing = True
+        with self._turn:
+            self.discard()
+            for target in self.targets:
+                target.close()
+            self._disconnect()
+
+    @abstractmethod
+    def _disconnect(self) -> None:
+        """Let go of where versions come from."""
+
+    def __enter__(self: R) -> R:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @abstractmethod
     def follow(self, *, stop: Callable[[], bool] | None = None) -> None:
         """Commit every version as it comes."""
+
+    def _is_over(self, stop: Callable[[], bool] | None) -> Callable[[], bool]:
+        """What `follow` asks now and then: whether to end, since `stop` says so or the session is being closed."""
+        return lambda: self._is_closing or (stop is not None and stop())
 
     async def commit_async(self) -> SyncReport:
         """`commit` on a thread."""

@@ -221,7 +221,7 @@ class PreparedFolder:
         change = self._change
         record = {"run": change.run, "created": change.created, "version": change.version, "digest": change.digest.hex}
         with self._folders.building.creating(self._record) as file:
-            file.write(json.dumps(record).encode())
+            file.write(json.dumps(record).encode() + b"\n")
 
     def commit(self) -> Undo:
         """Give the checkpoint its name, and let `current` point to it."""

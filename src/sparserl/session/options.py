@@ -14,7 +14,7 @@ from ..parallel import Progress, require_threads
 from ..plan import Link
 
 MEASURED = "measured"  # a link whose bandwidth is that of the transfers seen
-AUDIT_EVERY = 100  # commits: reading 10 GB on one core, for a second, then costs 0.5% of a version every 2 s
+AUDIT_EVERY = 100  # commits, so that audits take less than 0.5% of a loop; see docs/explanation/decisions.md
 BASELINES = ("auto", "host", "device", "none")
 
 

@@ -145,14 +145,14 @@ class Receiver(ABC):
         with self._turn:
             if self._current is None or self._table is None:
                 raise SessionError("nothing was committed yet; there is nothing to audit")
-            for target in self.targets:
-                if self._digest_target(target, self._table) != self._current.digest:
-                    version = self._current.version
-                    self._holds(None)
-                    raise ChecksumMismatch(
-                        f"a target should hold version {version}, but its bits are others: something else wrote to it. "
-                        "The next sync starts from an anchor"
-                    )
+            if self._digest_targets(self._table) != self._current.digest:
+                version = self._current.version
+                self._holds(None)
+                self._is_uncertain = True
+                raise ChecksumMismatch(
+                    f"a target should hold version {version}, but its bits are others: something else wrote to it. "
+                    "The next sync starts from an anchor"
+                )
 
     def _audit_if_due(self) -> None:
         """Audit after so many commits: as the next version is staged, when nobody has paused for it."""
@@ -209,16 +209,12 @@ class Receiver(ABC):
 
     async def follow_async(self, **options: Any) -> None:
         """`follow` on a thread, with its options; when the task is cancelled it ends with the version it is at."""
-        is_cancelled = False
-        caller_stop = options.pop("stop", None)
-
-        def stop() -> bool:
-            return is_cancelled or (caller_stop is not None and caller_stop())
-
+        is_cancelled = threading.Event()
+        stop = options.pop("stop", None) or (lambda: False)
         try:
-            await asyncio.to_thread(self.follow, stop=stop, **options)
+            await asyncio.to_thread(self.follow, stop=lambda: is_cancelled.is_set() or stop(), **options)
         finally:
-            is_cancelled = True
+            is_cancelled.set()
 
     def _profiles(self) -> Collection[str] | None:
         """The profiles that can be taken here; None for all."""

@@ -19,13 +19,22 @@ Undo = Callable[[], None]
 class Change:
     """A new version for a target: patches from the version that it has, or all weights (`fresh`).
 
-    `files` are config, tokenizer and the like, for targets that keep them; None if they are those of the version that
-    the target has. `owns_fresh` says whether the target may write to `fresh` when it commits. A target that has parts
-    of the weights, and says which (`places`), gets `fresh_parts` instead of `fresh`.
+    Attributes:
+        run: The id of the run.
+        created: When the run began, in seconds since 1970.
+        version: The version.
+        digest: The digest of its weights.
+        patches: What leads from the version that the target has to this one, in order; none where `fresh` is given.
+        fresh: All weights by name, which have the digest: a `sparserl.Bits` each, whatever the dtype, or tensors on
+            GPUs for a target that says that its own lie there (`weights_on_gpu`). None where there are patches.
+        files: Config, tokenizer and the like, for a target that keeps them; None if they are those of the version that
+            it has.
+        owns_fresh: Whether the target may keep `fresh`, and write to it when it commits.
+        fresh_parts: What a target that has parts of the weights, and says which (`places`), gets instead of `fresh`.
     """
 
     run: str
-    created: float  # when the run began
+    created: float
     version: int
     digest: Digest
     patches: Sequence[Patch]
@@ -39,6 +48,7 @@ class Prepared(Protocol):
     """A change that is ready to be committed, and not visible yet."""
 
     changed: int
+    """How many elements it changes, for the report."""
 
     def commit(self) -> Undo:
         """Make the change visible. Returns a function that undoes it. If this raises, nothing is visible."""

@@ -106,6 +106,7 @@ class TargetConformance:
                 subscriber.goto(version)
                 assert subscriber.version == version
                 self._sees(target, versions[version])
+            subscriber.audit()
 
     def test_it_is_taken_back_with_others(self, target: Target, versions: list[Weights], tmp_path: Path) -> None:
         """Where another target of the same subscriber fails, before it or after it, neither changes."""

@@ -11,20 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ...errors import (
-    CheckpointError,
-    CommitFailed,
-    FormatError,
-    InvalidField,
-    NotFound,
-    NotRetained,
-    SparserlError,
-    StoreError,
-    Unavailable,
-    UnsupportedFormat,
-    Untrusted,
-    WrongBase,
-)
+from ...errors import NotFound, NotRetained, SparserlError, StoreError, Unavailable
 from ...parallel import Progress
 from ...sources import PublishedSource
 from ...targets import Change, Prepared
@@ -35,7 +22,7 @@ from ...weights.digest import Digest
 from ...weights.table import TensorTable
 from ..arrival import Arrival
 from ..callbacks import Callback
-from ..logs import TroubleLog, log
+from ..logs import TroubleLog, log, may_pass
 from ..options import AUDIT_EVERY, CommitHooks, require_callable, require_count, require_number
 from ..receiver import Receiver, RunVersion, StagedVersion, Targets
 from ..report import SyncReport, Watch
@@ -56,8 +43,6 @@ from .signing import PublicKeys
 from .snapshots import files_change, likely_version, read_snapshot, require_newer
 
 _REPLANS = 4  # times that a route is planned anew because objects of it went away
-_PASSING = (CheckpointError, FormatError, Untrusted, WrongBase)  # in staging: what may be over at the next look
-_LONGEST_PAUSE = 30.0  # seconds between looks at such trouble: each pause is twice the one before
 
 
 class Subscriber(Receiver):
@@ -90,8 +75,7 @@ class Subscriber(Receiver):
             nothing is written to a store that can only be read.
         before: Called before each commit, for an engine to pause.
         after: Called after each commit whose `before` was called, whether or not it worked, for an engine to resume.
-        audit_every: After so many commits all bits of the targets are read, as by `audit`, when the next version is
-            staged; None for never.
+        audit_every: After so many commits `audit` is called when the next version is staged; None for never.
         validate: A source, as of a publisher, of the full weights: after each commit all bits are compared with them.
         token: The token that an `http(s)://` store asks for, and that neighbours ask for and are asked for.
         near: The URLs of other receivers of the run that serve what they have: they are asked before the store.
@@ -196,13 +180,14 @@ class Subscriber(Receiver):
                 steps = self._route(snapshot, goal)
             try:
                 return self._stage(snapshot, goal, steps, watch)
-            except (WrongBase, InvalidField, CheckpointError):  # perhaps something else wrote to a target
-                self._is_uncertain = True
-                raise
             except NotFound:  # what was planned with went away meanwhile: plan anew
                 if attempt + 1 == _REPLANS:
                     raise
                 self._snapshot = None
+            except SparserlError as error:
+                if not isinstance(error, StoreError):  # perhaps something else wrote to a target: its bits tell
+                    self._is_uncertain = True
+                raise
         raise AssertionError("unreachable")
 
     def _choose_version(self, version: int | None) -> tuple[StoreSnapshot, RunVersion]:
@@ -250,12 +235,9 @@ class Subscriber(Receiver):
         """Commit every version as it comes.
 
         A store that cannot be reached, or has no run yet, is waited for, which is logged. So is, once the store was
-        read, what the next look at it may mend: a full disk or a commit that was undone (`CheckpointError`,
-        `CommitFailed`), a head that is damaged or that no trusted key has signed (`FormatError`, `Untrusted`), weights
-        that something else wrote to (`WrongBase`, `ChecksumMismatch`). Anything else is raised. A version that is
-        still being fetched when time is up is given up: the weights stay what they are.
-
-        It blocks its thread. `close` on another thread ends it; Ctrl-C does where it runs on the main thread.
+        read, what the next look at it may mend: a full disk (`CheckpointError`), a commit that was undone, a head, an
+        object or weights that are not what they should be (`FormatError`, `Untrusted`, `WrongBase`). A version that is
+        still being fetched when time is up, or another thread calls `close`, is given up: the weights stay as they are.
 
         Args:
             once: Whether to stop at the newest version; nothing is waited for then.
@@ -279,7 +261,6 @@ class Subscriber(Receiver):
         trouble = TroubleLog(self.store.url)
         awaited_head = None
         known = self._snapshot
-        pause = 0.0
         with within(timeout) as deadline, self._ahead.running(self._coming_buckets):
             while True:
                 report = staged = None
@@ -294,16 +275,13 @@ class Subscriber(Receiver):
                         report = None if staged is None else self.commit()
                         own_pin.move(self._current)
                 except SparserlError as error:
-                    is_away = isinstance(error, NotFound | Unavailable)
-                    if once or not (is_away or self._may_pass(error, staged)):
+                    if once or not may_pass(error, self._newest_head is not None, staged is not None):
                         raise
-                    pause = 0.0 if is_away else min(max(1.0, 2 * pause), _LONGEST_PAUSE)
                     self._is_store_empty = isinstance(error, NotFound)
                     trouble.failed(error, in_time=not staging.over)
                     if on_trouble is not None and not staging.over:
                         on_trouble(error)
                 else:
-                    pause = 0.0
                     trouble.over()
                 if report is not None and on_commit is not None:
                     on_commit(report)
@@ -313,18 +291,12 @@ class Subscriber(Receiver):
                 if (once and (every is None or report is None)) or deadline.over:
                     return
                 with within(stop=is_over):
-                    current().sleep(pause)
+                    current().sleep(trouble.pause)
                     known = self._snapshot
                     patience = 30.0 if stop is None and not trouble.reason else 1.0  # trouble can end with the old head
                     if every is not None and report is not None:
                         patience = 0.0  # the next multiple may be there already
                     awaited_head = self._wait_for_change(min(patience, deadline.left))
-
-    def _may_pass(self, error: SparserlError, staged: SyncReport | None) -> bool:
-        """Whether the next look at the store may mend an error. First looks find mistakes, which it would not."""
-        if self._newest_head is None or isinstance(error, UnsupportedFormat):
-            return False
-        return isinstance(error, _PASSING if staged is None else CommitFailed)
 
     def _stage_multiple(self, every: int, once: bool) -> SyncReport | None:
         """Stage the next version that a number divides; None if there is none. With `once`, one must be held then."""

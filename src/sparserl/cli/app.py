@@ -38,16 +38,8 @@ class _PlainFlags:
         return params
 
 
-class _Command(_PlainFlags, TyperCommand):
-    pass
-
-
-class _Group(_PlainFlags, TyperGroup):
-    pass
-
-
 app = typer.Typer(
-    cls=_Group,
+    cls=type("Group", (_PlainFlags, TyperGroup), {}),
     name="sparserl",
     no_args_is_help=True,
     add_completion=True,
@@ -61,7 +53,7 @@ for module in (
     *(plan, report, doctor, warmup),
 ):
     for command in module.commands.registered_commands:
-        command.cls = _Command
+        command.cls = type("Command", (_PlainFlags, TyperCommand), {})
     app.add_typer(module.commands)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 commands = typer.Typer()
 
-_NEIGHBOURS = "Neighbours"
+_neighbours = partial(typer.Option, rich_help_panel="Neighbours")
 _RETRY_SECONDS = 0.5  # between two looks for a first version
 _EPILOG = """Examples:
 
@@ -91,27 +92,15 @@ def follow(
     ] = None,
     near: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="URL",
-            help="A receiver that serves what it has: asked before the store; repeatable.",
-            rich_help_panel=_NEIGHBOURS,
-        ),
+        _neighbours(metavar="URL", help="A receiver that serves what it has: asked before the store; repeatable."),
     ] = None,
     serve: Annotated[
         str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Serve what is fetched to neighbours; port 0 picks a free port.",
-            rich_help_panel=_NEIGHBOURS,
-        ),
+        _neighbours(metavar="HOST:PORT", help="Serve what is fetched to neighbours; port 0 picks a free port."),
     ] = None,
     mirror: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Where to keep what is fetched; with --serve by default FOLDER-mirror.",
-            rich_help_panel=_NEIGHBOURS,
-        ),
+        _neighbours(metavar="DIR", help="Where to keep what is fetched; with --serve by default FOLDER-mirror."),
     ] = None,
     endpoint: Endpoint = None,
     region: Region = None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +15,8 @@ from ..humanize import parse_duration
 PATCH_FILES = "Patch files"  # headings of `sparserl --help`
 SESSIONS = "Sessions through a store"
 ADVICE = "Planning and diagnosis"
-TUNING = "Tuning"  # headings of the options of a command; what most calls need has none
-STORE = "Store"
+tuning = partial(typer.Option, rich_help_panel="Tuning")  # options that most calls do not need
+_store = partial(typer.Option, rich_help_panel="Store")
 
 
 def _require_profile(name: str) -> str:
@@ -51,38 +53,30 @@ def _require_duration(text: str | None) -> str | None:
     return text
 
 
-def duration_option(help: str, panel: str | None = None) -> Any:
+def duration_option(help: str, option: Callable[..., Any] = typer.Option) -> Any:
     """An option that takes a duration, as text that `parse_seconds` understands."""
-    return typer.Option(callback=_require_duration, metavar="TIME", help=help, rich_help_panel=panel)
+    return option(callback=_require_duration, metavar="TIME", help=help)
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Threads = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="N",
-        help="How many threads to use; by default one for each available core.",
-        rich_help_panel=TUNING,
-    ),
+    int | None, tuning(min=1, metavar="N", help="How many threads to use; by default one for each available core.")
 ]
 Profile = Annotated[
     str,
-    typer.Option(
+    tuning(
         callback=_require_profile,
         metavar="auto|raw|gap|ulp|ctx",
         help="How changes are encoded. auto picks the smallest encoding for each part of the patch.",
-        rich_help_panel=TUNING,
     ),
 ]
 LinkSpeed = Annotated[
     str | None,
-    typer.Option(
+    tuning(
         callback=_require_link,
         metavar="SPEED",
         help="Speed of the link to the receiver, such as 25Gbit or 3GB/s. With it, auto picks the encoding that "
         "takes the least time to encode, send and apply, instead of the smallest.",
-        rich_help_panel=TUNING,
     ),
 ]
 PatchFile = Annotated[Path, typer.Argument(metavar="PATCH", help="A patch file; - for stdin.")]
@@ -102,27 +96,16 @@ Url = Annotated[
 ]
 Endpoint = Annotated[
     str | None,
-    typer.Option(
-        metavar="URL",
-        help="Address of an S3-compatible service, such as http://localhost:9000.",
-        rich_help_panel=STORE,
-    ),
+    _store(metavar="URL", help="Address of an S3-compatible service, such as http://localhost:9000."),
 ]
-Region = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Region of the bucket, such as eu-central-1.", rich_help_panel=STORE),
-]
-TokenFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="A file with the access token of an http(s) store.", rich_help_panel=STORE),
-]
+Region = Annotated[str | None, _store(metavar="NAME", help="Region of the bucket, such as eu-central-1.")]
+TokenFile = Annotated[Path | None, _store(metavar="FILE", help="A file with the access token of an http(s) store.")]
 CertificateFile = Annotated[
     Path | None,
-    typer.Option(
+    _store(
         "--ca",
         metavar="FILE",
         help="Certificates, in PEM, of authorities that the store's server may be signed by; by default SSL_CERT_FILE.",
-        rich_help_panel=STORE,
     ),
 ]
 TrustedKeys = Annotated[

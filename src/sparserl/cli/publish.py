@@ -12,7 +12,6 @@ from . import show
 from .keys import read_signing_key, read_trusted_keys
 from .options import (
     SESSIONS,
-    TUNING,
     CertificateFile,
     Endpoint,
     Json,
@@ -23,6 +22,7 @@ from .options import (
     Url,
     duration_option,
     parse_seconds,
+    tuning,
 )
 from .reporting import reporting
 from .stores import open_store
@@ -74,22 +74,15 @@ def publish(
     link: LinkSpeed = None,
     anchor_after: Annotated[
         float,
-        typer.Option(
-            min=0,
-            metavar="TIMES",
-            help="Write an anchor when the patches since the last add up to so many.",
-            rich_help_panel=TUNING,
-        ),
+        tuning(min=0, metavar="TIMES", help="Write an anchor when the patches since the last add up to so many."),
     ] = 1.0,
-    keep_anchors: Annotated[
-        int, typer.Option(min=1, metavar="N", help="How many anchors stay in the store.", rich_help_panel=TUNING)
-    ] = 2,
+    keep_anchors: Annotated[int, tuning(min=1, metavar="N", help="How many anchors stay in the store.")] = 2,
     keep_all: Annotated[bool, typer.Option("--keep-all", help="Keep every version in the store.")] = False,
     grace: Annotated[
-        str, duration_option("How long objects stay in the store after nothing refers to them: 30s, 10m, 2h.", TUNING)
+        str, duration_option("How long objects stay in the store after nothing refers to them: 30s, 10m, 2h.", tuning)
     ] = "10m",
     lease: Annotated[
-        str, duration_option("How long a silent subscriber keeps old versions from being removed: 30s, 10m.", TUNING)
+        str, duration_option("How long a silent subscriber keeps old versions from being removed: 30s, 10m.", tuning)
     ] = "2m",
     endpoint: Endpoint = None,
     region: Region = None,

@@ -89,6 +89,13 @@ class PublishCallback(TrainerCallback):
         if state.global_step % self._every == 0:
             self._publish(state.global_step)
 
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Add the last version to what the trainer shows, and to its history."""
+        if (report := self.report) is not None:
+            values = {"version": report.version, "bytes": report.bytes, "density": report.density}
+            for log in (kwargs["logs"], state.log_history[-1]):
+                log.update({f"sparserl/{name}": value for name, value in values.items()})
+
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Publish the last step if it was not published, and close the publisher."""
         if self.publisher is not None:

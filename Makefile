@@ -243,16 +243,21 @@ slow-link: $(STAMP)  ## RL over 100 Mbit/s: dense, the peers' formats, and patch
 bench: $(STAMP)  ## size and speed of every profile beside the peers' formats
 	$(BIN)/python -m benchmarks
 
+# the site needs little: where nothing is installed, nothing else is
+DOCS := $(if $(wildcard $(STAMP)),$(VENV),.venv-docs)
+
 $(VENV)/.docs: $(STAMP)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+$(VENV)/.docs .venv-docs/.docs: pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
-docs: $(VENV)/.docs  ## the site, in site/; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+docs: $(DOCS)/.docs  ## the site, in site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 package: $(STAMP)  ## build the wheel and the sdist, check them, and use the wheel under every Python from 3.10 to 3.13
 	$(BIN)/python tests/packaging/check_packages.py
 
 clean:
-	rm -rf $(VENV) $(TRL) $(SKYRL) $(NEMO) $(NEMO)-vllm $(PRIME) $(PRIME)-vllm $(OPENRLHF) $(VERL) $(TITAN) $(SGLANG) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* \
+	rm -rf $(VENV) .venv-docs $(TRL) $(SKYRL) $(NEMO) $(NEMO)-vllm $(PRIME) $(PRIME)-vllm $(OPENRLHF) $(VERL) $(TITAN) $(SGLANG) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* \
 	  demo-run site

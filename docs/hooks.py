@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: they generate the command-line reference, and show links out of docs/ as paths."""
+"""Hooks of mkdocs: they generate the command-line reference, take parts of the README, and lead links out of docs/."""
 
 from __future__ import annotations
 
@@ -20,19 +20,28 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Show links to files outside docs/ as paths: the site has no copy of them."""
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) -> str:
+    """Put in parts of the README, and let links to files outside docs/ lead to the repository."""
+    markdown = re.sub("<!-- README: (.*) -->", _part_of_readme, markdown)
     folder = (ROOT / "docs" / page.file.src_uri).parent
 
     def resolve(match: re.Match[str]) -> str:
         text, target = match.groups()
-        path = (folder / target.partition("#")[0]).resolve()
+        name, hash, anchor = target.partition("#")
+        path = (folder / name).resolve()
         if "://" in target or not path.exists() or (ROOT / "docs") in path.parents:
             return match[0]
-        shown = str(path.relative_to(ROOT))
-        return f"`{shown}`" if text.strip("`") in (shown, path.name) else f"{text} (`{shown}`)"
+        return f"[{text}]({config.repo_url}/blob/main/{path.relative_to(ROOT)}{hash}{anchor})"
 
     return re.sub(r"(?<!!)\[([^\]\n]+)\]\(([^)\s]+)\)", resolve, markdown)
+
+
+def _part_of_readme(match: re.Match[str]) -> str:
+    """A section of the README as part of a page in docs/; its beginning has no heading."""
+    beginning, *sections = re.split("^## ", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    parts = {section.partition("\n")[0]: f"## {section}" for section in sections}
+    parts["the beginning"] = beginning.partition("\n")[2]
+    return parts[match[1]].replace("](docs/", "](")
 
 
 def command_line() -> str:

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.engine_tables import case_of, report
@@ -364,23 +365,16 @@ def _sync(engine: Engine, trainer: Any) -> dict[str, Any]:
 
 def ipc(mode: str, folder: Path) -> dict[str, Any]:
     """VLLM's own backend for one host: all weights, from this process to the engine's."""
-    from vllm.distributed.weight_transfer import WeightSource, WeightTransferTrainerFactory
-    from vllm.distributed.weight_transfer.base import ParamMeta
+    from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
     from sparserl.integrations.vllm_trainer import OfflineClient
 
-    class Source(WeightSource):  # type: ignore[misc]  # vLLM's types are not read
-        def metadata(self) -> list[Any]:
-            return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()]
-
-        def __iter__(self) -> Iterator[tuple[str, Any]]:
-            yield from weights.items()
-
     engine = Engine(folder, mode, "ipc")
     weights = engine.weights()
+    source = ModuleSource(SimpleNamespace(named_parameters=weights.items))
     info = IPCTrainerInitInfo(rank=0, packed=True)
-    trainer = WeightTransferTrainerFactory.trainer_init(info, client=OfflineClient(engine.llm), source=Source())
+    trainer = WeightTransferTrainerFactory.trainer_init(info, client=OfflineClient(engine.llm), source=source)
     return {"start_s": engine.start_seconds, "send_ms": min(timed(trainer.send_weights) for _ in range(4))}
 
 

@@ -69,13 +69,10 @@ def sync_table(results: list[dict[str, Any]]) -> str:
     return "\n".join([*head, *rows]) + "\n"
 
 
-def with_tables(page: str, results: list[dict[str, Any]]) -> str:
-    """The page of vLLM with the tables of these results in place of those that it has."""
-    for first_words, lines in (("| | publish |", _page_table(results)), ("| changed, % |", _page_syncs(results))):
-        begin = page.index(first_words)
-        end = page.index("\n\n", begin)
-        page = page[:begin] + "\n".join(lines) + page[end:]
-    return page
+def with_table(page: str, results: list[dict[str, Any]]) -> str:
+    """The page of vLLM with the table of these results in place of the one that it has."""
+    begin = page.index("| | publish |")
+    return page[:begin] + "\n".join(_page_table(results)) + page[page.index("\n\n", begin) :]
 
 
 def _page_table(results: list[dict[str, Any]]) -> list[str]:
@@ -94,18 +91,6 @@ def _page_table(results: list[dict[str, Any]]) -> list[str]:
         "|---|---:|---:|---:|---:|---:|---:|",
         *rows,
     ]
-
-
-def _page_syncs(results: list[dict[str, Any]]) -> list[str]:
-    """Every sync of the largest model with graphs."""
-    (follow,) = (result for result in results if case_of(result) == ("6.7B", "graphs", "follow"))
-    syncs = follow["syncs"]
-    rows = [
-        f"| {stage.replace('_', ' ')} | {' | '.join(_number(sync[f'{stage}_ms']) for sync in syncs)} |"
-        for stage in _STAGES
-    ]
-    changed = " | ".join(f"{100 * sync['share']:.1f}" for sync in syncs)
-    return [f"| changed, % | {changed} |", f"|---|{'---:|' * len(syncs)}", *rows]
 
 
 def _row(model: str, mode: str, ways: dict[str, dict[str, Any]]) -> str:
@@ -149,7 +134,7 @@ def main() -> None:
     """Write both pages."""
     results = json.loads(RESULTS.read_text())
     RESULTS.with_suffix(".md").write_text(report(results))
-    PAGE.write_text(with_tables(PAGE.read_text(), results))
+    PAGE.write_text(with_table(PAGE.read_text(), results))
 
 
 if __name__ == "__main__":

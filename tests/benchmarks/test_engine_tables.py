@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from benchmarks.engine_tables import HOME, PAGE, RESULTS, report, with_tables
+from benchmarks.engine_tables import HOME, PAGE, RESULTS, report, with_table
 
 
 @pytest.fixture
@@ -17,20 +17,20 @@ def results():
 
 def test_tables_are_those_of_the_results(results):
     """The pages have what the benchmark wrote."""
-    assert with_tables(PAGE.read_text(), results) == PAGE.read_text()
+    assert with_table(PAGE.read_text(), results) == PAGE.read_text()
     assert report(results) == RESULTS.with_suffix(".md").read_text()
 
 
 def test_other_results_change_the_page(results):
-    """Both tables of vLLM's page are made from the results, and nothing else there is."""
+    """The table of vLLM's page is made from the results, and nothing else there is."""
     (follow,) = (one for one in results if (one["model"], one["mode"], one["way"]) == ("6.7B", "graphs", "follow"))
     longest = max(follow["syncs"], key=lambda sync: sync["pause_ms"])
     before = PAGE.read_text().splitlines()
     longest["pause_ms"] = 12345
-    after = with_tables(PAGE.read_text(), results).splitlines()
+    after = with_table(PAGE.read_text(), results).splitlines()
     changed = [line for line, old in zip(after, before, strict=True) if line != old]
-    assert [line.partition(" |")[0] for line in changed] == ["| Llama 6.7 B, graphs", "| pause"]
-    assert all("12345" in line for line in changed)
+    assert [line.partition(" |")[0] for line in changed] == ["| Llama 6.7 B, graphs"]
+    assert "12345" in changed[0]
 
 
 def test_the_first_claim(results):

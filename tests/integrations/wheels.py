@@ -1,4 +1,4 @@
-"""Wheels of the frameworks that adapters are written for: fetched once, without their dependencies, and only read.
+"""Packages of the frameworks that adapters are written for: fetched once, without their dependencies, and only read.
 
 And the entry points by which frameworks find the adapters.
 """
@@ -8,14 +8,20 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import hashlib
+import html
+import io
 import os
 import re
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
 from typing import NoReturn
+from urllib.parse import urljoin
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -24,7 +30,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spar
 
 
 class Wheel:
-    """The Python files of one wheel."""
+    """The Python files of one package."""
 
     def __init__(self, path: Path) -> None:
         self._zip = zipfile.ZipFile(path)
@@ -35,7 +41,7 @@ class Wheel:
     def text(self, name: str) -> str:
         return self._zip.read(name).decode()
 
-    @functools.cache  # noqa: B019  # there are three of them
+    @functools.cache  # noqa: B019  # there are few of them
     def tree(self, name: str) -> ast.Module:
         return ast.parse(self.text(name))
 
@@ -58,6 +64,62 @@ def wheel(project: str, version: str, *platform: str) -> Wheel:
         if not (found := sorted(CACHE.glob(pattern))):
             _do_without(f"no wheel of {project} {version} to be had: {_last_line(said)}")
     return Wheel(found[0])
+
+
+@functools.cache
+def sdist(project: str, version: str) -> Wheel:
+    """The Python files of a source distribution, of which nothing is built: of packages that cannot be installed here.
+
+    The test is skipped where there is no index.
+    """
+    path = CACHE / f"{project}-{version}.zip"
+    if not path.exists():
+        link = next((link for link in _links(project) if f"/{project}-{version}.tar.gz" in link), None)
+        if link is None:
+            _do_without(f"the package index has no source distribution of {project} {version}")
+        try:
+            with urlopen(link, timeout=300) as answer:
+                data = answer.read()
+        except OSError as error:
+            _do_without(f"no source distribution of {project} {version} to be had: {error}")
+        _, _, digest = link.partition("#sha256=")
+        assert digest in ("", hashlib.sha256(data).hexdigest()), f"{link} has other bytes than the index says"
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=CACHE) as made:
+            with (
+                tarfile.open(fileobj=io.BytesIO(data)) as files,
+                zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as out,
+            ):
+                for member in files:
+                    name = member.name.partition("/")[2]
+                    if name.startswith(f"{project}/") and name.endswith(".py"):
+                        out.writestr(name, files.extractfile(member).read())  # type: ignore[union-attr]
+            with contextlib.suppress(FileExistsError):  # another process was first
+                os.link(made.name, path)
+    return Wheel(path)
+
+
+def releases(project: str) -> list[str]:
+    """The versions that the package index has source distributions of, oldest first; without pre-releases."""
+    names = {link.partition("#")[0].rpartition("/")[2] for link in _links(project)}
+    found = {match[1] for name in names if (match := re.fullmatch(rf"{project}-([\d.]+)\.tar\.gz", name))}
+    return sorted(found, key=lambda version: [int(part) for part in version.split(".")])
+
+
+@functools.cache
+def _links(project: str) -> list[str]:
+    """Where the package index that pip uses has the files of a project."""
+    asking = [sys.executable, "-m", "pip", "config", "list"]
+    configured = subprocess.run(asking, capture_output=True, text=True, check=False).stdout
+    urls = re.findall(r"\.index-url='([^']+)'", configured)
+    index = os.environ.get("PIP_INDEX_URL") or (urls or ["https://pypi.org/simple"])[-1]
+    url = f"{index.rstrip('/')}/{project}/"
+    try:
+        with urlopen(Request(url, headers={"Accept": "text/html"}), timeout=60) as answer:
+            page = answer.read().decode()
+    except OSError as error:
+        _do_without(f"the package index does not tell what it has of {project}: {error}")
+    return [urljoin(url, html.unescape(link)) for link in re.findall(r'href="([^"]+)"', page)]
 
 
 @functools.cache

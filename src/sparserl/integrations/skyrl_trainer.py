@@ -7,7 +7,7 @@ Worker.broadcast_to_inference_engines ──► publish ──► commit ──�
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from ..errors import SessionError
 from .checkpoint_engine import host_copy
 from .skyrl import BACKEND
 from .vllm_client import HTTPClient
-from .vllm_trainer import SparserlTrainer, SparserlTrainerInitInfo
+from .vllm_trainer import SparserlTrainer, SparserlTrainerInitInfo, metadata_of
 
 _log = logging.getLogger("sparserl.skyrl")
 
@@ -41,7 +41,7 @@ class SkyrlTrainer(weight_senders.SkyrlTrainerCapabilities, SparserlTrainer):
     skyrl_handles_prefix_cache_reset = True
 
     def __init__(self, *, client: Any, source: WeightSource, init_info: SkyrlTrainerInitInfo) -> None:
-        source = HostCopies(source) if init_info.is_sender else source
+        self._copies: dict[str, torch.Tensor] = {}
         super().__init__(client=client, source=source, init_info=init_info)
         self._servers = [HTTPClient(url) for url in init_info.server_urls]
         self._resets_prefix_cache = False
@@ -59,14 +59,19 @@ class SkyrlTrainer(weight_senders.SkyrlTrainerCapabilities, SparserlTrainer):
     @skyrl_draft_source.setter
     def skyrl_draft_source(self, draft_source: WeightSource | None) -> None:
         if draft_source is not None:
-            names = {parameter.name for parameter in self.source.metadata()}
-            missing = sorted({parameter.name for parameter in draft_source.metadata()} - names)
+            names = {parameter.name for parameter in metadata_of(self.source)}
+            missing = sorted({parameter.name for parameter in metadata_of(draft_source)} - names)
             if missing:
                 raise SessionError(
                     f"the policy does not have {len(missing)} tensors of the drafter, {missing[0]!r} among them: "
                     "the drafter would stay as it is; leave speculative_config out, or use another backend"
                 )
         self._draft_source = draft_source
+
+    def capture(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in host memory: gathered weights need not fit on a GPU all at once."""
+        self._copies[name] = host_copy(tensor, self._copies.get(name))
+        return self._copies[name]
 
     def commit(self, version: int, *, audit: bool = False) -> None:
         """Let all servers commit a version; one that was restarted follows the run again. Then reset caches."""
@@ -79,22 +84,6 @@ class SkyrlTrainer(weight_senders.SkyrlTrainerCapabilities, SparserlTrainer):
         if self._resets_prefix_cache:
             for server in self._servers:  # SkyRL's own call does not reach running requests, nor notice a failure
                 server.reset_caches()
-
-
-class HostCopies(WeightSource):
-    """Tensors of a source, copied to host memory one at a time: gathered weights need not fit on a GPU all at once."""
-
-    def __init__(self, source: WeightSource) -> None:
-        self._source = source
-        self._copies: dict[str, torch.Tensor] = {}
-
-    def metadata(self) -> Any:
-        return self._source.metadata()
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._source:
-            self._copies[name] = host_copy(tensor, self._copies.get(name))
-            yield name, self._copies[name]
 
 
 _build_sender_init_info: Callable[..., Any] = weight_senders._build_sender_init_info  # noqa: SLF001

@@ -167,8 +167,8 @@ class LoadedAdapter(EngineTarget):
             if getattr(registered, "is_3d_lora_weight", False):
                 request.is_3d_lora_weight = True
             lora = self._load_from_folder(request)
-        if lora.modules_to_save:
-            raise UnsupportedTensor(f"{next(iter(lora.modules_to_save))!r} is a whole module, which cannot be followed")
+        if modules := getattr(lora, "modules_to_save", None):  # vLLM until 0.30 refuses such adapters itself
+            raise UnsupportedTensor(f"{next(iter(modules))!r} is a whole module, which cannot be followed")
         return lora
 
     def _commit(self, weights: dict[str, torch.Tensor], config: bytes, lora: Any) -> Undo:

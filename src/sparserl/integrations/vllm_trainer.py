@@ -6,20 +6,27 @@ pause ──► start, update, finish ──► reset caches ──► resume
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+import torch
+from torch.distributed.tensor import Replicate, Shard
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine, WeightSource
 
 from ..errors import SessionError
 from ..session import Publisher, SyncReport
 from ..session.options import require_count
-from ..sources import Source
+from ..sources.dtensors import is_replica, shard_regions
 from ..weights.memory import Weights
-from ..weights.shards import Shards
+from ..weights.shards import Part, Shards
+from ..weights.tensors import tensor_table
 from .checkpoint_engine import publisher_options
 from .vllm_client import HTTPClient, WeightUpdates, paused
 from .vllm_options import SparserlInitInfo, require_worker_options
+
+_HAS_MODES = hasattr(WeightSource, "iter_full")  # until vLLM 0.32, sources are iterated, and tell what a rank holds
 
 __all__ = ["AdapterTrainer", "HTTPClient", "OfflineClient", "SparserlTrainer", "SparserlTrainerInitInfo"]
 
@@ -55,25 +62,34 @@ class SparserlTrainer(TrainerWeightTransferEngine[SparserlTrainerInitInfo]):
     """Publishes weights, and drives vLLM through a client.
 
     Args:
-        source: A `WeightSource` of vLLM, which is iterated on every rank and published by the first; or a source of
-            sparserl, of which each rank publishes its own parts if `writers` are given.
+        source: A `WeightSource` of vLLM, which is iterated on every rank and published by the first; with `writers`,
+            each rank publishes what `iter_local` yields there (vLLM 0.33). Or a source of sparserl, of which each rank
+            publishes its own parts if `writers` are given.
         client: An object with the four methods of `VLLMWeightSyncClient`. If it also has `pause`, `resume` and
             `reset_caches`, as the clients below have, these are called around a commit; otherwise the caller must do
             that. With `collective_rpc` and `update_weight_version`, the engine has a version before the first commit.
+
+    Raises:
+        SessionError: The first rank does not have all of the source, or the source has no parts for `writers`.
     """
 
     init_info_cls = SparserlTrainerInitInfo
 
     def __init__(self, *, client: Any, source: Any, init_info: SparserlTrainerInitInfo) -> None:
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        self.rank = init_info.rank  # vLLM keeps it from 0.33 on
         self._info = init_info
         self._publisher: Publisher | None = None
         self._updates = WeightUpdates(client)
-        if init_info.is_sender or not isinstance(source, WeightSource):
-            weights = _VLLMSource(source) if isinstance(source, WeightSource) else source
-            self._publisher = Publisher(
-                init_info.url, weights, profile=init_info.profile, **(init_info.publisher or {})
-            )
+        options = init_info.publisher or {}
+        weights = source
+        is_gathered = False
+        if isinstance(source, WeightSource):
+            is_gathered = options.get("writers") is None
+            _require(source, is_gathered)
+            weights = self._whole if is_gathered else self._parts
+        if init_info.is_sender or not is_gathered:
+            self._publisher = Publisher(init_info.url, weights, profile=init_info.profile, **options)
 
     @classmethod
     def trainer_init(cls, init_info: SparserlTrainerInitInfo, *, client: Any, source: Any = None) -> SparserlTrainer:
@@ -96,10 +112,24 @@ class SparserlTrainer(TrainerWeightTransferEngine[SparserlTrainerInitInfo]):
     def publish(self) -> SyncReport | None:
         """On all ranks of the trainer: publish the weights as they are now. None on ranks that do not publish."""
         if self._publisher is None:
-            for _ in self.source or ():
+            for _ in _tensors_of(self.source):
                 pass  # all ranks must take part in gathering
             return None
         return self._publisher.publish()
+
+    def _whole(self) -> Weights:
+        return {name: self.capture(name, tensor) for name, tensor in _tensors_of(self.source)}
+
+    def capture(self, name: str, tensor: torch.Tensor) -> torch.Tensor:  # noqa: ARG002  # other trainers need the name
+        """What is published of a tensor that vLLM's source yields."""
+        return tensor.detach()
+
+    def _parts(self) -> Shards:
+        source: Any = self.source
+        metas = {meta.name: meta for meta in source.metadata}
+        table = tensor_table({name: torch.empty(m.shape, dtype=m.dtype, device="meta") for name, m in metas.items()})
+        local = ((metas[name], tensor.detach()) for name, tensor in source.iter_local())
+        return Shards(table, [part for meta, tensor in local for part in _parts_of(meta, tensor, self.rank)])
 
     def commit(self, version: int, *, audit: bool = False) -> None:
         """Let all workers commit a version. If one fails, this raises, and the engine is told what all of them have."""
@@ -177,14 +207,53 @@ class AdapterTrainer:
         self._publisher.close()
 
 
-class _VLLMSource(Source):
-    """The tensors that vLLM's source yields."""
+def metadata_of(source: WeightSource) -> list[Any]:
+    """What a source of vLLM says of its parameters."""
+    metadata = source.metadata
+    return list(metadata() if callable(metadata) else metadata)  # a method until vLLM 0.32
 
-    def __init__(self, source: WeightSource) -> None:
-        self._source = source
 
-    def weights(self) -> Weights | Shards:
-        return {name: tensor.detach() for name, tensor in self._source}
+def _tensors_of(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The whole tensors that a source of vLLM has on this rank."""
+    return iter(source.iter_full() if _HAS_MODES else source)
+
+
+def _require(source: Any, is_gathered: bool) -> None:
+    """Refuse a source of which rank 0, which publishes it, does not have all; one without parts where ranks publish."""
+    if not is_gathered:
+        if not (_HAS_MODES and source.implements_iter_local()):
+            raise SessionError(
+                f"{type(source).__name__} has no iter_local (vLLM 0.33): leave `writers` out, or give a source of "
+                "sparserl, such as sparserl.sources.fsdp(model)"
+            )
+        return
+    if _HAS_MODES:
+        is_split = any(meta.owners is not None and 0 not in meta.owners for meta in source.metadata)
+    else:
+        is_split = source.held_names() is not None
+    if is_split:
+        raise SessionError(
+            "rank 0 does not have all tensors of the source: give publisher={'writers': process_group}, and a source "
+            "with iter_local (vLLM 0.33) or one of sparserl"
+        )
+
+
+def _parts_of(meta: Any, shard: torch.Tensor, rank: int) -> Iterator[Part]:
+    """What a rank publishes of a parameter: its shard, unless it is a replica."""
+    owners = meta.owners or (0,)
+    if rank not in owners:
+        return
+    placements: list[Any] = [Replicate()]
+    mesh_shape = (len(owners),)
+    if 0 in meta.shape:
+        shard = shard.new_empty(meta.shape)
+    elif meta.placements is not None:
+        placements = [Shard(p.dim) if hasattr(p, "dim") else Replicate() for p in meta.placements]
+        mesh_shape = meta.mesh_shape
+    coordinate = [int(index) for index in np.unravel_index(owners.index(rank), mesh_shape)]
+    if not is_replica(placements, coordinate):
+        for region, data in shard_regions(meta.name, meta.shape, shard, placements, mesh_shape, coordinate):
+            yield Part(meta.name, region, data)
 
 
 class OfflineClient:

@@ -7,11 +7,11 @@ replicated mesh dimension publishes it. Nothing is gathered.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import TensorMismatch, UnsupportedTensor
-from ..weights.region import Region, whole
+from ..weights.region import Region, Shape, whole
 from ..weights.shards import Part, Shards
 from ..weights.staging import lazy_bits
 from ..weights.table import TensorTable
@@ -95,9 +95,8 @@ def _owned(name: str, tensor: Any, first_rank: int, rank: int) -> Iterator[tuple
     coordinate = mesh.get_coordinate()
     if coordinate is None or not bool((mesh.mesh == first_rank).any()):
         return  # this rank is not in the mesh, or the mesh holds a copy of what the first mesh holds
-    if any(p.is_replicate() and index for p, index in zip(tensor.placements, coordinate, strict=True)):
-        return
-    yield from _shard_regions(name, tensor, coordinate)
+    if not is_replica(tensor.placements, coordinate):
+        yield from _dtensor_regions(name, tensor, coordinate)
 
 
 def regions_here(name: str, tensor: Any) -> Iterator[tuple[Region, Any]]:
@@ -117,7 +116,7 @@ def regions_here(name: str, tensor: Any) -> Iterator[tuple[Region, Any]]:
     _require_placements(name, tensor)
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is not None and tensor.numel():
-        yield from _shard_regions(name, tensor, coordinate)
+        yield from _dtensor_regions(name, tensor, coordinate)
 
 
 def _require_placements(name: str, tensor: Any) -> None:
@@ -153,25 +152,34 @@ def _empty(tensor: Any) -> Any:
     return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
-def _shard_regions(name: str, tensor: Any, coordinate: list[int]) -> Iterator[tuple[Region, Any]]:
-    """The regions of a tensor that a rank's shard consists of: one, unless shards are strided."""
-    spans: list[Spans] = [[(0, n)] for n in tensor.shape]
-    for axis, placement in enumerate(tensor.placements):
+def is_replica(placements: Sequence[Any], coordinate: Sequence[int]) -> bool:
+    """Whether a shard is also that of a rank before this one, which publishes it."""
+    return any(p.is_replicate() and index for p, index in zip(placements, coordinate, strict=True))
+
+
+def _dtensor_regions(name: str, tensor: Any, coordinate: list[int]) -> Iterator[tuple[Region, Any]]:
+    mesh_shape = tensor.device_mesh.shape
+    return shard_regions(name, tensor.shape, tensor.detach().to_local(), tensor.placements, mesh_shape, coordinate)
+
+
+def shard_regions(
+    name: str, shape: Shape, shard: Any, placements: Sequence[Any], mesh_shape: Shape, coordinate: Sequence[int]
+) -> Iterator[tuple[Region, Any]]:
+    """The regions of a tensor that a rank's shard consists of, and their memory: one, unless shards are strided."""
+    spans: list[Spans] = [[(0, n)] for n in shape]
+    for placement, ranks, index in zip(placements, mesh_shape, coordinate, strict=True):
         if not placement.is_replicate():
-            dim = placement.dim
-            pieces = getattr(placement, "split_factor", 1)
-            spans[dim] = _shard(spans[dim], tensor.device_mesh.size(axis), coordinate[axis], pieces)
-    local = tensor.detach().to_local()
+            spans[placement.dim] = _shard(spans[placement.dim], ranks, index, getattr(placement, "split_factor", 1))
     size = tuple(sum(count for _, count in axis_spans) for axis_spans in spans)
-    if tuple(local.shape) != size:
+    if tuple(shard.shape) != size:
         raise TensorMismatch(
-            f"tensor {name!r}: the shard has shape {list(local.shape)}; "
-            f"by its placements {tensor.placements} it should have {list(size)}"
+            f"tensor {name!r}: the shard has shape {list(shard.shape)}; "
+            f"by its placements {placements} it should have {list(size)}"
         )
     for box in itertools.product(*map(_with_offsets, spans)):
         region = Region(tuple(start for start, _, _ in box), tuple(count for _, count, _ in box))
-        if region.numel:
-            yield region, local[tuple(slice(offset, offset + count) for _, count, offset in box)]
+        if region.numel or 0 in shape:
+            yield region, shard[tuple(slice(offset, offset + count) for _, count, offset in box)]
 
 
 def _shard(spans: Spans, size: int, rank: int, pieces: int) -> Spans:

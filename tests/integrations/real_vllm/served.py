@@ -46,13 +46,16 @@ def served(folder, model):
         bucket = newest_bucket(folder / "run")
         whole = bucket.read_bytes()
         bucket.write_bytes(whole[:-9] + bytes(9))
-        out["damaged"] = attempt(lambda: trainer.commit(version))
+        out["refused"] = [attempt(lambda: trainer.commit(version))]
         out["paused"] = server.get("is_paused")["is_paused"]
         bucket.write_bytes(whole)
         client.pause()
         stream = server.ask(out["versions"][-1], stream=True)  # begins before the commit and ends after it
         trainer.commit(version, audit=True)
         out["streamed"] = [*versions(stream)[:2], [line.decode() for line in stream.iter_lines() if line]]
+        server.post("shutdown_weight_transfer_engine", {}).raise_for_status()  # workers let go of the run
+        out["refused"].append(attempt(lambda: trainer.commit(version)))
+        trainer.follow()  # which finds the version that they have kept
         out |= {"meanwhile": meanwhile.end(), "generations": [server.complete(prompt, 8) for prompt in PROMPTS]}
         run = out["versions"][-1].rpartition(":")[0]
         demands = {"held": f"{run}:4", "older": "3", "later": f"{run}:5", "other": "another:0", "wrong": "newest"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import sys
@@ -16,9 +17,10 @@ import torch
 
 import sparserl
 from sparserl.errors import SessionError
-from tests.integrations.test_skyrl import ENGINE, SENDERS, TRAIN, UTILS, _skyrl, generator, run  # noqa: F401
+from tests.integrations.test_skyrl import ENGINE, TRAIN, UTILS, _skyrl, generator, run  # noqa: F401
 
 FOLDER = "skyrl/backends/skyrl_train/weight_sync"
+HAS_LOGURU = find_spec("loguru") is not None
 COMMIT = ["start_weight_update", "update_weights", "finish_weight_update"]
 
 pytestmark = [
@@ -62,6 +64,31 @@ class Server:
         return paths
 
 
+def sources() -> Any:
+    """What makes SkyRL's sources. Those of SkyRL 0.4 are for vLLM until 0.32, which refuses them from 0.33 on."""
+    from vllm.distributed.weight_transfer import base
+
+    arguments = f"{TRAIN}.weight_sync.sources", f"{FOLDER}/sources.py"
+    if not hasattr(base.WeightSource, "iter_full"):
+        return run(*arguments).FsdpWeightSource
+    with pytest.raises(TypeError, match="cached_property"):
+        run(*arguments)
+
+    class Source(base.WeightSource):
+        def __init__(self, model: torch.nn.Module, dtype: torch.dtype, prefix: str) -> None:
+            self._tensors = {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
+            self._dtype = dtype
+
+        @functools.cached_property
+        def metadata(self) -> Any:
+            return [base.ParamMeta(name, self._dtype, tensor.shape) for name, tensor in self._tensors.items()]
+
+        def iter_full(self) -> Any:
+            return ((name, tensor.to(self._dtype)) for name, tensor in self._tensors.items())
+
+    return Source
+
+
 @pytest.fixture(name="server")
 def _server() -> Any:
     server = Server()
@@ -71,17 +98,20 @@ def _server() -> Any:
 
 
 @pytest.fixture(name="sending")
-def _sending(skyrl: Any, server: Server, tmp_path: Any) -> Any:
+def _sending(skyrl: Any, server: Server, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A model, and a function that builds the sender of a rank."""
     utils = run("skyrl.train.utils.utils", UTILS, {"str_to_torch_dtype"}, torch=torch)
     assert utils.str_to_torch_dtype("bfloat16") == torch.bfloat16
-    for name in ("control_plane", "sources", "weight_senders"):
+    if not HAS_LOGURU:
+        monkeypatch.setitem(sys.modules, "loguru", SimpleNamespace(logger=logging.getLogger(__name__)))
+    for name in ("control_plane", "weight_senders"):
         setattr(skyrl.sync, name, run(f"{TRAIN}.weight_sync.{name}", f"{FOLDER}/{name}.py"))
+    make_source = sources()
     model = torch.nn.Linear(40, 30)
     url = f"file://{tmp_path}/run"
 
     def source(dtype: torch.dtype, prefix: str = "") -> Any:
-        return skyrl.sync.sources.FsdpWeightSource(model, dtype, prefix)
+        return make_source(model, dtype, prefix)
 
     def build(rank: int = 0, **engine: Any) -> Any:
         options = ENGINE | {"sparserl": {"url": url, "worker": {"ahead": False}}} | engine

@@ -432,7 +432,7 @@ def test_a_server(seen):
     """`vllm serve` follows a trainer over HTTP: requests wait and are answered, versions and errors are seen."""
     found = seen["served"].result()
     assert [version.rpartition(":")[2] for version in found["versions"]] == ["1", "2", "3"]
-    assert "500" in found["damaged"]
+    assert all("500" in error for error in found["refused"])  # of a damaged bucket, and of workers that follow nothing
     assert found["paused"] is False
     (right, text), (wrong, difference) = found["verified"]
     assert (right, wrong) == (0, 1), text + difference

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import subprocess
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -40,12 +43,40 @@ def test_another_commit(monkeypatch, capsys, tmp_path):
     assert f"{CHECKOUTS['SPARSERL_ROLL'].commit} was tried" in capsys.readouterr().err
 
 
+def test_a_source_distribution(monkeypatch, tmp_path):
+    """It is looked for where pip looks, has the bytes that the index says, and is kept; its Python files are read."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as files:
+        for name in ("frame-1.10.0/setup.py", "frame-1.10.0/frame/a.py", "frame-1.10.0/frame/data.bin"):
+            files.addfile(tarfile.TarInfo(name))
+    digest = hashlib.sha256(packed.getvalue()).hexdigest()
+    links = [f"../files/frame-{version}.tar.gz#sha256={digest}" for version in ("1.10.0", "1.9.0", "2.0.0rc1")]
+    answers = {"frame/": "".join(f'<a href="{link}">a file</a>' for link in links).encode()}
+    answers |= {"files/frame-1.10.0.tar.gz": packed.getvalue(), "files/frame-1.9.0.tar.gz": b"damaged"}
+
+    def urlopen(asked, **_):
+        url = getattr(asked, "full_url", asked)
+        return io.BytesIO(answers[url.removeprefix("http://index/").partition("#")[0]])
+
+    monkeypatch.setattr(wheels, "CACHE", tmp_path)
+    monkeypatch.setattr(wheels, "urlopen", urlopen)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://index")
+    assert wheels.releases("frame") == ["1.9.0", "1.10.0"]
+    with pytest.raises(AssertionError, match="other bytes than the index says"):
+        wheels.sdist("frame", "1.9.0")
+    assert wheels.sdist("frame", "1.10.0").names() == ["frame/a.py"]
+    answers.clear()
+    wheels.sdist.cache_clear()
+    assert wheels.sdist("frame", "1.10.0").names() == ["frame/a.py"]
+
+
 @pytest.mark.parametrize(("setting", "outcome"), [("", pytest.skip.Exception), ("required", pytest.fail.Exception)])
 def test_a_wheel_that_is_not_to_be_had(monkeypatch, tmp_path, setting, outcome):
     """CI fails, instead of leaving out a framework that it should test."""
     monkeypatch.setattr(wheels, "CACHE", tmp_path)
     monkeypatch.setenv("SPARSERL_WHEELS", setting)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    for find in (wheels.wheel, lambda *_: wheels.installed("no-such-framework==1")):
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1")
+    for find in (wheels.wheel, wheels.sdist, lambda *_: wheels.installed("no-such-framework==1")):
         with pytest.raises(outcome):
             find("no-such-framework", "1")

@@ -1,7 +1,7 @@
 """Each supported release of vLLM, by its source distribution: what this package needs of it is there, and fits.
 
 The newest release may have no wheel for CPUs, so that `make test-vllm` cannot see it. The page of the integration says
-which releases are supported; `test_newer_releases`, at night, says when there is one after them.
+which releases are supported; `test_newer_releases`, at night, tells of one after them.
 """
 
 from __future__ import annotations
@@ -135,17 +135,14 @@ def test_pages_state_the_window() -> None:
 
 @pytest.mark.nightly
 def test_newer_releases(tmp_path: Path) -> None:
-    """The newest release is in the stated window; if it is not, this says whether it would fit."""
+    """The newest release is in the stated window, or would fit; if it is after the window, this says so."""
     newest = releases("vllm")[-1]
-    if int(newest.split(".")[1]) <= LAST and newest.startswith("0."):
+    major, minor = map(int, newest.split(".")[:2])
+    if (major, minor) <= (0, LAST):
         return
+    said = f"vLLM {newest} is out, and {vllm_sources.PAGE.name} says that 0.{FIRST} to 0.{LAST} are supported"
     release = Release(newest)
-    needs = unmet(release)
     done = tried(release, tmp_path)
-    pytest.fail(
-        f"vLLM {newest} is out, and {vllm_sources.PAGE.name} says that 0.{FIRST} to 0.{LAST} are supported. "
-        + (f"It lacks {', '.join(needs)}. " if needs else "What is needed of it is there. ")
-        + (f"The tests of classes fail with it:\n{done.stdout[-4000:]}" if done.returncode else "Classes fit. ")
-        + "State the new window there once it holds.",
-        pytrace=False,
-    )
+    assert unmet(release) == [], said
+    assert done.returncode == 0, f"{said}: {done.stdout[-6000:]}"
+    pytest.skip(f"{said}. It would fit: state the new window there")

@@ -254,10 +254,11 @@ def test_the_same_memory_read_in_another_way_does_not_lie_where_it_was(kind):
     assert not LocalWeights.of({"c": weights["b"], "a": weights["a"]}).lies_where(first)
 
 
-def test_memory_that_was_freed_is_noticed():
+@pytest.mark.parametrize("left", [0, 16])
+def test_memory_that_was_freed_or_made_smaller_is_noticed(left):
     weights = {"b": torch.zeros(3, 4)}
     local = LocalWeights.of(weights)
-    weights["b"].untyped_storage().resize_(0)
+    weights["b"].untyped_storage().resize_(left)
     with pytest.raises(UnsupportedTensor, match="no memory"):
         LocalWeights.of(weights)
     del local

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import sparserl
+from sparserl import Part, Shards
 from sparserl.errors import TensorMismatch, TiedConflict, UnsupportedTensor
 from sparserl.weights.dtypes import BY_NAME, DTYPES, Bits
 from sparserl.weights.memory import tied_groups
@@ -315,6 +316,18 @@ def cut_short():
     return tensor
 
 
+def made_smaller():
+    tensor = torch.zeros(1000)
+    tensor.untyped_storage().resize_(16)
+    return tensor
+
+
+def made_smaller_in_the_middle():
+    tensor = torch.zeros(1010)[10:]
+    tensor.untyped_storage().resize_(4000)
+    return torch.nn.Parameter(tensor)
+
+
 def freed_from_the_middle():
     whole = torch.zeros(1010)
     tensor = whole[10:]
@@ -322,11 +335,38 @@ def freed_from_the_middle():
     return tensor
 
 
-@pytest.mark.parametrize("make", [freed, freed_from_the_middle, cut_short, lambda: torch._efficientzerotensor((1000,))])
+def zeros_without_memory():
+    return torch._efficientzerotensor((1000,))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [freed, freed_from_the_middle, made_smaller, made_smaller_in_the_middle, cut_short, zeros_without_memory],
+)
 def test_tensors_without_memory(make):
-    """A tensor whose storage was freed or never was there is refused by name, not read."""
-    with pytest.raises(UnsupportedTensor, match=r"'w'.*no memory"):
-        sparserl.digest({"w": make()})
+    """A tensor whose storage was freed, was made smaller or never was there is refused by name: not read or written."""
+    weights = {"v": torch.zeros(4), "w": make()}
+    ones = {"v": torch.ones(4), "w": torch.ones(1000)}
+    patch = sparserl.diff({name: torch.zeros_like(one) for name, one in ones.items()}, ones)
+    region = Region((0,), (1000,))
+    shards = Shards(sparserl.tensor_table(ones), [Part("w", region, weights["w"])])
+    for use in (
+        lambda: sparserl.digest(weights),
+        lambda: sparserl.digest(shards),
+        lambda: sparserl.diff(weights, ones),
+        lambda: sparserl.diff(ones, weights),
+        lambda: patch.apply(weights),
+    ):
+        with pytest.raises(UnsupportedTensor, match=r"'w'.*no memory"):
+            use()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_negative_views_are_refused(dtype):
+    """Their bits are not those in memory, whatever their dtype; so are conjugates."""
+    for odd in (torch._neg_view(torch.ones(4, dtype=dtype)), torch.ones(4, dtype=torch.complex64).conj()):
+        with pytest.raises(UnsupportedTensor, match=r"'w' is a lazy conjugate or negative view"):
+            sparserl.digest({"v": torch.zeros(4), "w": odd})
 
 
 @pytest.mark.parametrize("weights", [{1: np.zeros(2)}, {"a": np.zeros(2), 1: np.zeros(2)}, {"\ud800": np.zeros(2)}])

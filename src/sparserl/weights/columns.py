@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from . import dlpack
 from . import memory as memory_module
-from .dtypes import BY_NAME, Bits, DType, dtype_of_numpy, dtype_of_torch
+from .dtypes import Bits, DType, dtype_of_numpy, dtype_of_torch
 from .memory import Memory
 from .objects import Objects, array_addresses, identities, types_of
 from .region import Numbers, Shape, row_major
@@ -26,11 +26,6 @@ from .table import TensorSpec
 
 COMPLEX = frozenset(("complex32", "complex64"))
 Flags = npt.NDArray[np.bool_]
-_LOW_ADDRESS = 1 << 40  # offsets in a storage are smaller; so may be addresses
-_PARTS_OF_COMPLEX = ("float16", "float32", "float64")  # public functions make negative views of these alone
-_BYTES = ("uint8", "int8")  # DLPack also takes elements below a byte for these
-_UNCLEAR = np.zeros(256, bool)  # by the code of a dtype
-_UNCLEAR[[BY_NAME[name].code for name in (*_PARTS_OF_COMPLEX, *_BYTES)]] = True
 _C_CONTIGUOUS = 0x1  # the flags of NumPy's C interface
 _WRITEABLE = 0x400
 
@@ -64,7 +59,6 @@ class Columns:
         strides: Its strides, as its library counts them, or None if it is contiguous; None if all are.
         writable: Whether it can be written to.
         devices: A number that stands for its device.
-        unclear: Tensors that may be odd in a way that the other columns do not show, by their numbers.
     """
 
     forms: TensorForms
@@ -72,7 +66,6 @@ class Columns:
     strides: list[Shape | None] | None
     writable: Flags
     devices: Numbers
-    unclear: Numbers
 
     def equal(self, other: Columns) -> bool:
         """Whether these are equal to earlier columns of the same tensors: none of them has moved."""
@@ -154,13 +147,12 @@ def owners(tensors: Objects) -> Objects:
 def find_gpus(tensors: Objects, columns: Columns) -> tuple[Numbers, list[Any]] | None:
     """The number of the GPU that each tensor lies on, -1 for host memory, and the GPUs.
 
-    None if a tensor is odd in a way that columns do not show: it is a lazy negative view, whose bits are not those in
-    memory, has elements of less than a byte, which DLPack takes for bytes, has no memory, or lies on neither.
+    None if a tensor is odd in a way that columns do not show, or lies on neither.
     """
+    if not are_plain(tensors):
+        return None
     if not hasattr(tensors[0], "is_cpu"):
         return np.full(len(tensors), -1, np.int64), []
-    if _some_are_freed(tensors, columns.addresses) or not are_clear(tensors, columns):
-        return None
     numbers = []
     gpus: list[Any] = []
     device, example = _numbered(columns.devices)
@@ -175,27 +167,30 @@ def find_gpus(tensors: Objects, columns: Columns) -> tuple[Numbers, list[Any]] |
     return np.array(numbers, np.int64)[device], gpus
 
 
-def are_clear(tensors: Objects, columns: Columns) -> bool:
-    """Whether tensors that may be odd in a way that columns do not show are plain; they are asked, one by one."""
-    unclear = [tensors[i] for i in columns.unclear.tolist()]
-    if None in map(dtype_of_torch, set(map(attrgetter("dtype"), unclear))):
+def are_plain(tensors: Objects) -> bool:
+    """Whether no tensor is odd in a way that columns do not show; torch is asked about each.
+
+    A lazy negative view has other bits than those in memory, DLPack takes elements of less than a byte for bytes, and
+    the storage of a tensor may have become too small for it.
+    """
+    if not len(tensors) or not hasattr(tensors[0], "is_cpu"):
+        return True
+    if None in map(dtype_of_torch, set(map(attrgetter("dtype"), tensors))):
         return False
-    return not any(map(methodcaller("is_neg"), unclear))
+    return not any(map(methodcaller("is_neg"), tensors)) and all(map(has_memory, tensors))
 
 
-def _some_are_freed(tensors: Objects, addresses: Numbers) -> bool:
-    """Whether some tensor, which has elements, is freed; few are asked."""
-    low = np.flatnonzero(addresses < _LOW_ADDRESS)
-    if not low.size:
+def has_memory(tensor: Any) -> bool:
+    """Whether the storage of a torch tensor has all of its elements: it may have been freed, or made smaller."""
+    if not tensor.numel():
+        return True
+    reach = tensor.numel()
+    if not tensor.is_contiguous():
+        reach = 1 + sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    begin = tensor.storage_offset()
+    if tensor.data_ptr() == begin * tensor.itemsize:  # all that is left of the address is the offset
         return False
-    offsets = np.fromiter((tensors[i].storage_offset() for i in low.tolist()), np.int64, low.size)
-    suspects = low[(offsets > 0) | (addresses[low] == 0)].tolist()
-    return any(tensors[i].numel() and is_freed(tensors[i]) for i in suspects)
-
-
-def is_freed(tensor: Any) -> bool:
-    """Whether the storage has no memory: all that is left of the address is then the offset into the storage."""
-    return bool(tensor.data_ptr() == tensor.storage_offset() * tensor.itemsize)
+    return bool((begin + reach) * tensor.itemsize <= tensor.untyped_storage().nbytes())
 
 
 def _numbered(values: Numbers) -> tuple[Numbers, list[int]]:
@@ -221,10 +216,9 @@ def _look_at_torch(tensors: Objects, torch_tensor: Any, pointers: Numbers) -> Co
     described = dlpack.describe(pointers)
     if described is None:
         return _ask_each(tensors, torch_tensor)
-    forms, addresses, contiguous, devices, codes = described
+    forms, addresses, contiguous, devices, _ = described
     strides = None if contiguous.all() else _strides(tensors, contiguous, torch_tensor.stride)
-    unclear = np.flatnonzero(_UNCLEAR[codes])
-    return Columns(forms, addresses, strides, np.ones(len(tensors), bool), devices, unclear)
+    return Columns(forms, addresses, strides, np.ones(len(tensors), bool), devices)
 
 
 def _ask_each(tensors: Objects, torch_tensor: Any) -> Columns | None:
@@ -238,14 +232,12 @@ def _ask_each(tensors: Objects, torch_tensor: Any) -> Columns | None:
         shapes = tuple(map(tuple, map(attrgetter("shape"), tensors)))
     except RuntimeError:  # of a sparse tensor, which has no address, or a nested one, which has no shape
         return None
-    if True in map(torch_tensor.is_neg, tensors):
-        return None
     strides = None if contiguous.all() else _strides(tensors, contiguous, torch_tensor.stride)
     tensor_devices = list(map(attrgetter("device"), tensors))
     numbers = {device: number for number, device in enumerate(set(tensor_devices))}
     devices = np.array([*map(numbers.__getitem__, tensor_devices)], np.int64)
     forms = ListedForms(tuple(dtypes), shapes)
-    return Columns(forms, addresses, strides, np.ones(len(tensors), bool), devices, np.empty(0, np.int64))
+    return Columns(forms, addresses, strides, np.ones(len(tensors), bool), devices)
 
 
 def _strides(tensors: Objects, contiguous: Flags, stride: Callable[[Any], Shape]) -> list[Shape | None]:
@@ -275,5 +267,4 @@ def _look_at_arrays(arrays: Objects, dtypes: list[DType]) -> Columns:
         strides,
         flags & _WRITEABLE != 0,
         np.zeros(len(arrays), np.int64),
-        np.empty(0, np.int64),
     )

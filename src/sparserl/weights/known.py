@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from .columns import Columns, are_clear, look_at
+from .columns import Columns, are_plain, look_at
 from .objects import ObjectArray, has_items, identities, type_identities, types_of
 from .region import Numbers
 
@@ -64,7 +64,7 @@ class KnownTensors:
         if not np.array_equal(type_identities(self._tensors, self._pointers), self._types):  # `__class__` can be set
             return False
         columns = look_at(self._tensors, self._kinds, self._pointers)
-        return columns is not None and columns.equal(self._columns) and are_clear(self._tensors, columns)
+        return columns is not None and columns.equal(self._columns) and are_plain(self._tensors)
 
 
 _known: WeakValueDictionary[int, KnownTensors] = WeakValueDictionary()  # by the id of their first tensor

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import UnsupportedTensor
 from . import memory as memory_module
-from .columns import COMPLEX, PlainMemories, TensorForms, find_gpus, is_freed, look_at, owners
+from .columns import COMPLEX, PlainMemories, TensorForms, find_gpus, has_memory, look_at, owners
 from .dtypes import BY_NAME, Bits, DType, dtype_of_torch, is_big_endian
 from .memory import Memory, Weights, address_of
 from .region import Numbers, Shape, row_major
@@ -60,18 +60,15 @@ def _of_array(name: str, array: np.ndarray[Any, Any], dtype: DType) -> Memory:
 
 def _of_torch(name: str, tensor: Any, torch: Any) -> Memory:
     dtype = _supported_dtype(name, tensor, torch)
-    on_gpu = memory_module.is_on_gpu(tensor)
-    if (on_gpu or tensor.is_cpu) and tensor.numel() and is_freed(tensor):
-        raise _without_memory(name, tensor)
-    if on_gpu:
+    if not has_memory(tensor):
+        raise UnsupportedTensor(
+            f"tensor {name!r}, a {type(tensor).__name__}, has no memory for its {tensor.numel()} elements: "
+            "its storage was freed or made smaller, or never allocated"
+        )
+    if memory_module.is_on_gpu(tensor):
         return StagedMemory(dtype, tuple(tensor.shape), tensor.data_ptr(), tensor.stride(), True, tensor.detach())
     strides = None if tensor.is_contiguous() else tensor.stride()
-    memory = Memory(dtype, tensor.shape, tensor.data_ptr(), strides, True, tensor)
-    storage = tensor.untyped_storage()
-    low, high = memory.span()
-    if tensor.numel() and not storage.data_ptr() <= low < high <= storage.data_ptr() + storage.nbytes():
-        raise _without_memory(name, tensor)
-    return memory
+    return Memory(dtype, tensor.shape, tensor.data_ptr(), strides, True, tensor)
 
 
 def _supported_dtype(name: str, tensor: Any, torch: Any) -> DType:
@@ -90,13 +87,6 @@ def _supported_dtype(name: str, tensor: Any, torch: Any) -> DType:
     if tensor.is_neg() or (dtype.name in COMPLEX and tensor.is_conj()):
         raise UnsupportedTensor(f"tensor {name!r} is a lazy conjugate or negative view; resolve it first")
     return dtype
-
-
-def _without_memory(name: str, tensor: Any) -> UnsupportedTensor:
-    return UnsupportedTensor(
-        f"tensor {name!r}, a {type(tensor).__name__}, has no memory for its {tensor.numel()} elements: "
-        "its storage was freed or never allocated"
-    )
 
 
 def require_mapping(weights: object) -> None:

@@ -6,6 +6,27 @@ from .mutant import Mutant, Tests
 
 MUTANTS = (
     Mutant(
+        "a head in memory of its own keeps its bits",
+        "targets/modules.py",
+        "weights[name].copy_(weights[same])",
+        "pass",
+        Tests("sources/test_tied.py", "tied_or_not"),
+    ),
+    Mutant(
+        "a version is held though the head has other bits",
+        "targets/modules.py",
+        "return None  # some have other bits than any version",
+        "pass",
+        Tests("sources/test_tied.py", "part_of_what"),
+    ),
+    Mutant(
+        "an engine's own head keeps its bits without a word",
+        "targets/engine.py",
+        "if any(self.tensors[live].data_ptr() not in memory for live in own):",
+        "if not own:",
+        Tests("sources/test_tied.py", "head_of_its_own"),
+    ),
+    Mutant(
         "a copy that nobody has verified is patched",
         "targets/checkpoint.py",
         "rest = _rest(digest, patches, self._path)",

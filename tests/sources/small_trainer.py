@@ -74,8 +74,8 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def published(self):
-        """The bits that are to arrive, made the plain way."""
-        found = self.model.state_dict()
+        """The bits that are to arrive, made the plain way: the tied head under one name."""
+        found = {name: tensor for name, tensor in self.model.state_dict().items() if name != "head.weight"}
         if self.shape == "cast":
             return {name: t.to(narrow(name) or t.dtype, copy=True) for name, t in found.items()}
         return {name: t.clone() for name, t in found.items()}

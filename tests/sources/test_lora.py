@@ -65,6 +65,10 @@ def peft_merged(model, adapters=None):
     return copy.deepcopy(model).merge_and_unload(adapter_names=adapters).state_dict()
 
 
+def is_tied(model) -> bool:
+    return getattr(getattr(model.base_model.model, "config", None), "tie_word_embeddings", False)
+
+
 def state(weights) -> dict[str, tuple]:
     """Names, and what the tensors are bit for bit."""
     return {
@@ -163,12 +167,16 @@ def test_every_kind_of_layer_merges_like_in_peft(case: str) -> None:
         model = adapted(make(), *configs)
         before, source = state(model.state_dict()), lora(model, merged=True)
         expected = state(peft_merged(model))
-        assert state(source.weights()) == expected
+        first = state(source.weights())
+        assert set(source.tied) == ({"lm_head.weight"} if is_tied(model) else set())
+        for name, kept in source.tied.items():
+            assert expected.pop(name) == expected[kept]
+        assert first == expected
         assert state(source.weights()) == expected
         assert state(model.state_dict()) == before
         plain = state(make().state_dict())
-        assert set(plain) == set(expected)
-        assert any(expected[name] != plain[name] for name in plain) == (case != "rank 1")
+        assert set(plain) == set(expected) | set(source.tied)
+        assert any(expected[name] != plain[name] for name in expected) == (case != "rank 1")
 
 
 def test_some_adapters_of_several() -> None:

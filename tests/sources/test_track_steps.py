@@ -63,7 +63,7 @@ def test_writes_of_others_are_noticed(shape):
     trainer.backward(2)
     trainer.step()
     shards, _ = both.publish()
-    assert sum(part.marks is not None for part in shards.parts) == 7
+    assert sum(part.marks is not None for part in shards.parts) == 6
 
 
 def test_uncounted_writes_are_found_by_the_sums():
@@ -218,7 +218,7 @@ def test_parameters_that_move_between_steps(shape):
             trainer.backward(9)
             trainer.step()
             shards, _ = both.publish()
-            assert sum(known(shards)) == 7
+            assert sum(known(shards)) == 6
 
 
 def test_steps_that_move_parameters():

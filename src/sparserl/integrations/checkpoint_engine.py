@@ -172,7 +172,7 @@ class HostTarget(ModuleTarget):
         self._tensors: dict[str, Bits] = {}
         super().__init__(lambda: self._tensors)
 
-    def attach(self, table: TensorTable) -> Weights:
+    def attach(self, table: TensorTable) -> Weights | None:
         if tensor_table(self._tensors) != table:
             self._tensors = zeros(table)
         return super().attach(table)

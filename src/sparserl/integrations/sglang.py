@@ -30,7 +30,7 @@ from ..session.options import require_choice, require_count, require_flag
 from ..session.store.records import layout_to_bytes, parse_layout
 from ..session.store.retention import read_head, read_run
 from ..session.store.signing import PublicKeys
-from ..targets import tying
+from ..sources import tying
 from ..targets.attributes import attribute_tensors
 from ..targets.engine import EngineTarget
 from ..targets.engine_layout import find_pieces
@@ -273,9 +273,7 @@ def derived_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def tied_names(model: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Checkpoint tensors that the model need not load, and the tensors, among these names, that they are equal to."""
-    config: Any = getattr(model, "config", None)
-    language = config.get_text_config() if hasattr(config, "get_text_config") else None
-    return tying.tied_names((config, language), names)
+    return tying.tied_names(tying.configs_of(model), names)
 
 
 def _refresh(model: Any) -> None:

@@ -15,11 +15,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ..errors import SessionError
 from ..session import Publisher
+from ..sources.casting import buffers_among, cast_of
 from ..sources.dtensors import shards_of
 from ..targets.dtensors import dtensors
 from ..weights.shards import Shards
@@ -68,7 +68,9 @@ class PublishingTrainer(PolicyTrainer):  # type: ignore[misc]
     async def push_model_state_dict(self) -> None:
         """On all ranks at once: publish the weights in the dtype of the generators."""
         # The state dict is made here, not on the thread: FSDP reshards for it, and no forward pass may run then.
-        self._shards = shards_of(self._tensors(), cast=lambda _name: self._transfer_dtype)
+        tensors = self.model.state_dict(keep_vars=True)
+        buffers = buffers_among(self.model, tensors)
+        self._shards = shards_of(tensors, cast=cast_of(self._transfer_dtype), buffers=buffers)
         if self._publisher is None:
             self._publisher = self._open_publisher()
         await asyncio.to_thread(self._publisher.publish, step=self.policy_version)
@@ -79,17 +81,6 @@ class PublishingTrainer(PolicyTrainer):  # type: ignore[misc]
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
-
-    def _tensors(self) -> dict[str, Any]:
-        """The state dict. Parameters are cast while they are compared, parts of fused ones here, buffers never."""
-        dtype = self._transfer_dtype
-        tensors: dict[str, Any] = self.model.state_dict(keep_vars=True)
-        buffers = {id(buffer) for buffer in self.model.buffers()}
-        for name, tensor in tensors.items():
-            is_part = not isinstance(tensor, torch.nn.Parameter) and id(tensor) not in buffers
-            if is_part and dtype is not None and tensor.dtype.is_floating_point:
-                tensors[name] = tensor.detach().to(dtype)
-        return tensors
 
     def _open_publisher(self) -> Publisher:
         store = self._store

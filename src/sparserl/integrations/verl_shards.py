@@ -6,7 +6,7 @@ expert where transformers packs the experts of a layer into one parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from .. import sources
 from ..errors import UnsupportedTensor
+from ..sources.tying import tied_of
 from ..weights.region import Region
 from ..weights.shards import Part, Shards
 from ..weights.staging import LazyBits, lazy_bits
@@ -65,6 +66,11 @@ class EngineShards:
         """The parts of this rank."""
         return self._source.weights()
 
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """The names that `weights` left out, each with that of the same tensor."""
+        return tied_of(self._source)
+
     @contextmanager
     def in_memory(self) -> Iterator[None]:
         """Inside it, parameters have memory: Megatron's, when they are offloaded, have none."""
@@ -96,6 +102,11 @@ class UnpackedExperts:
     def __init__(self, source: sources.ShardedSource, model_type: str) -> None:
         self._source = source
         self._is_packed = model_type == "gpt_oss"  # whose checkpoints have packed experts
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """The names that `weights` left out, each with that of the same tensor."""
+        return self._source.tied
 
     def weights(self) -> Shards:
         """The parts of this rank."""

@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import layerwise
 
 from ..errors import UnsupportedTensor
-from ..targets import tying
+from ..sources import tying
 from ..targets.attributes import attribute_tensors
 from ..targets.engine_layout import changed_names, digests_of, find_pieces
 from ..targets.first_load import NotExplained

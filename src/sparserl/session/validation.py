@@ -47,7 +47,7 @@ class Validation:
 
     def require_same_bits(self, version: int, targets: Sequence[Target], table: TensorTable) -> None:
         """Raise `ChecksumMismatch` unless all targets have the bits of the source, and name the first that differs."""
-        source = LocalWeights.of(weights_of(self._source), table, "the run", "the source of validate")
+        source = LocalWeights.of(weights_of(self._source, table), table, "the run", "the source of validate")
         for number, target in enumerate(targets):
             weights = target.attach(table)
             if weights is None:

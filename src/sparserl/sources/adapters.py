@@ -21,6 +21,7 @@ from ..weights.memory import Weights
 from ..weights.shards import Shards
 from .dtensors import shards_of
 from .flat_shards import is_partitioned, sharding_of
+from .tying import shared_names
 
 CONFIG = "adapter_config.json"
 _ALONE = "publish the adapter alone, and merge it in the rollout with sparserl.targets.lora(model, merged=True)"
@@ -96,12 +97,16 @@ class MergedSource:
 
     One copy of the layers with adapters is kept, and overwritten by the next call of `weights`. All other tensors are
     the live ones.
+
+    Attributes:
+        tied: The names that `weights` left out, each with that of the same tensor.
     """
 
     def __init__(self, model: Any, adapters: list[str] | None) -> None:
         self._model = model
         self._adapters = adapters
         self._merged: dict[str, Any] = {}
+        self.tied: Mapping[str, str] = {}
 
     def weights(self) -> Weights:
         """All weights of the base checkpoint, merged."""
@@ -115,7 +120,9 @@ class MergedSource:
                 merged = model_copy.merge_and_unload(adapter_names=self._adapters)
             except (ValueError, RuntimeError, NotImplementedError, AttributeError) as error:
                 raise UnsupportedTensor(f"{_first_layer(model_copy)}: peft cannot merge it: {error}") from error
-        return {name: tensor.detach() for name, tensor in merged.state_dict(keep_vars=True).items()}
+        tensors = merged.state_dict(keep_vars=True)
+        self.tied = shared_names(merged, tensors)
+        return {name: tensor.detach() for name, tensor in tensors.items() if name not in self.tied}
 
     def _shared(self) -> dict[int, Any]:
         """What each tensor is in a copy of the model, by id: itself, or a copy if an adapter may be added to it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import UnsupportedTensor
@@ -13,6 +13,8 @@ Cast = Callable[[str, Any], Any]
 
 def cast_of(cast: Any) -> Cast | None:
     """The cast that an option describes: a dtype for all floating-point tensors that are wider, or a function of names.
+
+    Tensors that are not floating-point are left alone; so are, by each source, the buffers of a module.
 
     Raises:
         UnsupportedTensor: It is neither a floating-point dtype of torch nor a function.
@@ -26,4 +28,10 @@ def cast_of(cast: Any) -> Cast | None:
             f"cast is {cast!r}; it must be a floating-point dtype such as torch.bfloat16, or a function from a name to "
             "a dtype or None"
         )
-    return lambda name, dtype: None if (wanted := cast(name)) == dtype else wanted
+    return lambda name, dtype: wanted if dtype.is_floating_point and (wanted := cast(name)) != dtype else None
+
+
+def buffers_among(module: Any, tensors: Mapping[str, Any]) -> frozenset[str]:
+    """The names of those tensors that are buffers of a module, which no cast applies to."""
+    buffers = {id(buffer) for buffer in module.buffers()}
+    return frozenset(name for name, tensor in tensors.items() if id(tensor) in buffers)

@@ -7,7 +7,7 @@ replicated mesh dimension publishes it. Nothing is gathered.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import TensorMismatch, UnsupportedTensor
@@ -16,29 +16,43 @@ from ..weights.shards import Part, Shards
 from ..weights.staging import lazy_bits
 from ..weights.table import TensorTable
 from ..weights.tensors import tensor_table
+from .casting import Cast, buffers_among, cast_of
 from .flat_shards import FlatShard, flattened_tensors, partition
 from .layout import boxes
 from .master_sample import ParameterState, state_of
+from .tying import shared_names
 
 Spans = list[tuple[int, int]]  # runs of indices: the first, and how many
-Cast = Callable[[str], Any]
 
 
 class ShardedSource:
-    """The shards of a module's parameters and persistent buffers that this rank publishes. Made by `fsdp`."""
+    """The shards of a module's parameters and persistent buffers that this rank publishes. Made by `fsdp`.
+
+    Attributes:
+        tied: The names that `weights` left out, each with that of the same tensor.
+        buffers: The names of buffers, which are not cast.
+    """
 
     def __init__(self, module: Any, group: Any, cast: Cast | None, table: TensorTable | None) -> None:
         self._module = module
         self._group = group
         self._cast = cast
         self._table = table
+        self.tied: Mapping[str, str] = {}
+        self.buffers: frozenset[str] = frozenset()
 
     def weights(self) -> Shards:
-        """The parts of this rank."""
+        """The parts of this rank, of each tensor under one name; under more names where the table has them."""
         tensors = flattened_tensors(self._module)
         if tensors is None:
             tensors = self._module.state_dict(keep_vars=True)  # makes FSDP2 reshard its parameters
-        return shards_of(tensors, self._group, self._cast, self._table)
+        self.buffers = buffers_among(self._module, tensors)
+        tied = shared_names(self._module, tensors)
+        wanted = tensors.keys() - tied.keys() if self._table is None else self._table.index.keys()
+        self.tied = {name: kept for name, kept in tied.items() if name not in wanted and kept in wanted}
+        have_a_name = {tied.get(name, name) for name in wanted}
+        tensors = {n: tensor for n, tensor in tensors.items() if n in wanted or tied.get(n, n) not in have_a_name}
+        return shards_of(tensors, self._group, self._cast, self._table, self.buffers)
 
     def training_state(self) -> list[ParameterState]:
         """The parameters, with their gradients."""
@@ -46,13 +60,19 @@ class ShardedSource:
 
 
 def shards_of(
-    tensors: Mapping[str, Any], group: Any = None, cast: Cast | None = None, table: TensorTable | None = None
+    tensors: Mapping[str, Any],
+    group: Any = None,
+    cast: Cast | None = None,
+    table: TensorTable | None = None,
+    buffers: Container[str] = (),
 ) -> Shards:
     """The parts that this rank publishes of tensors as a sharded module has them; see `fsdp`."""
     import torch
 
     tensors = {name: partition(name, tensor) for name, tensor in tensors.items()}
-    dtypes = {name: _cast_dtype(name, tensor, cast) for name, tensor in tensors.items()}
+    dtypes: dict[str, Any] = dict.fromkeys(tensors)
+    if cast is not None:
+        dtypes |= {name: cast(name, tensor.dtype) for name, tensor in tensors.items() if name not in buffers}
     published = {name: _published(tensor, dtypes[name], torch) for name, tensor in tensors.items()}
     published_table = tensor_table(published)  # refuses what is not a tensor
     parts = []
@@ -61,16 +81,6 @@ def shards_of(
         for region, data in _owned(name, tensor, first_rank, rank):
             parts.append(Part(name, region, data if dtypes[name] is None else lazy_bits(data, dtypes[name])))
     return Shards(published_table if table is None else table, parts)
-
-
-def _cast_dtype(name: str, tensor: Any, cast: Cast | None) -> Any:
-    """The dtype that a parameter is cast to; None if its bits are published as they are."""
-    from torch.nn import Parameter
-
-    if cast is None or not isinstance(tensor, Parameter | FlatShard) or not tensor.dtype.is_floating_point:
-        return None
-    dtype = cast(name)
-    return None if dtype == tensor.dtype else dtype
 
 
 def _published(tensor: Any, dtype: Any, torch: Any) -> Any:
@@ -221,23 +231,25 @@ def _with_offsets(spans: Spans) -> Iterator[tuple[int, int, int]]:
 def fsdp(module: Any, *, group: Any = None, cast: Any = None, table: TensorTable | None = None) -> ShardedSource:
     """The shards that this rank publishes of a sharded module: DTensors with any placements on any mesh, FSDP1, ZeRO-3.
 
-    Tensors that are not sharded must be the same on every rank: the first rank of the group publishes them. Tied
-    weights appear under every name that they have.
+    Tensors that are not sharded must be the same on every rank: the first rank of the group publishes them. A tied
+    tensor is published once, as by `module`; under all of its names that a `table` has.
 
     Args:
         module: the sharded module: FSDP2, HSDP, tensor parallel, or several of these; the outermost module of FSDP1,
             with `use_orig_params` or without; the module of a DeepSpeed engine with ZeRO-3.
         group: the process group of the ranks that hold the module; by default all ranks. A pipeline stage has its own.
-        cast: the dtype to publish if training keeps wider parameters: a torch dtype for all floating-point parameters,
-            or a function from a name to a dtype, or to None for a parameter that is published as it is. fp32 on a GPU,
-            with the baseline there, is cast by the kernels that compare it with bf16.
+        cast: the dtype to publish if training keeps wider parameters: a torch dtype for all floating-point parameters
+            that are wider, or a function from a name to a dtype, or to None for a parameter that is published as it is.
+            Buffers are never cast. fp32 on a GPU, with the baseline there, is cast by the kernels that compare it with
+            bf16.
         table: the tensor table of the whole checkpoint, if the module is only a part of it.
 
     Returns:
         A source of the parts of this rank. Every rank publishes its own, with `writers`.
 
     Raises:
-        UnsupportedTensor: the object is not a torch module. Its `weights` raises it for shards that cannot be read.
+        UnsupportedTensor: the object is not a torch module, or `cast` is no dtype. Its `weights` raises it for shards
+            that cannot be read.
 
     >>> model = fully_shard(model)                                                                 # doctest: +SKIP
     >>> source = sparserl.sources.fsdp(model, cast=torch.bfloat16)                                 # doctest: +SKIP
@@ -245,7 +257,4 @@ def fsdp(module: Any, *, group: Any = None, cast: Any = None, table: TensorTable
     """
     if not callable(getattr(module, "state_dict", None)):
         raise UnsupportedTensor(f"expected a torch module, got {type(module).__name__}")
-    import torch
-
-    by_name: Cast | None = (lambda _name: cast) if isinstance(cast, torch.dtype) else cast
-    return ShardedSource(module, group, by_name, table)
+    return ShardedSource(module, group, cast_of(cast), table)

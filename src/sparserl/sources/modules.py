@@ -11,9 +11,11 @@ from ..errors import UnsupportedTensor, WeightsError
 from ..weights.memory import Weights
 from ..weights.shards import Shards
 from ..weights.staging import lazy_bits
-from .casting import Cast, cast_of
+from ..weights.table import TensorTable
+from .casting import Cast, buffers_among, cast_of
 from .flat_shards import refuse_flat_shards
 from .master_sample import ParameterState, state_of
+from .tying import named_as_in, shared_names, tied_of
 
 
 @runtime_checkable
@@ -21,7 +23,8 @@ class Source(Protocol):
     """Anything that has weights. It is asked for them at every publish, since they may have moved meanwhile.
 
     A source may also have a method `files`, which returns the small files that a checkpoint needs beside its weights,
-    by name: `config.json`, say.
+    by name: `config.json`, say. After a call of `weights`, `tied` may have the names that it left out, each with that
+    of the same tensor, and `buffers` the names of tensors that are not to be cast.
     """
 
     def weights(self) -> Weights | Shards:
@@ -37,8 +40,12 @@ else:
     PublishedSource = Source | Weights | Shards | Callable[[], Weights | Shards]
 
 
-def weights_of(source: Source | Weights | Shards) -> Weights | Shards:
+def weights_of(source: Source | Weights | Shards, table: TensorTable | None = None) -> Weights | Shards:
     """The weights of a source as they are now; weights are returned as they are.
+
+    Args:
+        source: The source, or weights.
+        table: The table of a run that they belong to, which may have further names for tied tensors.
 
     Raises:
         WeightsError: There are none.
@@ -46,7 +53,7 @@ def weights_of(source: Source | Weights | Shards) -> Weights | Shards:
     weights = source.weights() if isinstance(source, Source) else source
     if isinstance(weights, Mapping) and not weights:
         raise WeightsError("the source has no tensors")
-    return weights
+    return weights if table is None else named_as_in(weights, tied_of(source), table)
 
 
 def files_of(source: Any) -> dict[str, bytes]:
@@ -97,20 +104,35 @@ class FunctionSource:
 
 
 class ModuleSource:
-    """The parameters and persistent buffers of a torch module, without a copy. Made by `module`."""
+    """The parameters and persistent buffers of a torch module, without a copy. Made by `module`.
+
+    Attributes:
+        tied: The names that `weights` left out, each with that of the same tensor.
+        buffers: The names of buffers, which are not cast.
+    """
 
     def __init__(self, module: Any, cast: Cast | None) -> None:
         self._module = _unwrapped(module)
         self._cast = cast
+        self.tied: Mapping[str, str] = {}
+        self.buffers: frozenset[str] = frozenset()
 
     def weights(self) -> Weights:
-        """All tensors of the module's `state_dict`.
+        """All tensors of the module's `state_dict`, each under one name.
 
         Raises:
             UnsupportedTensor: The module has no whole tensors, since FSDP1 or ZeRO-3 has sharded it.
         """
+        weights = self.all_weights()
+        return {name: tensor for name, tensor in weights.items() if name not in self.tied}
+
+    def all_weights(self) -> Weights:
+        """The same, in which tied tensors have all of their names."""
         refuse_flat_shards(self._module)
-        return {name: self._published(name, value) for name, value in self._module.state_dict(keep_vars=True).items()}
+        tensors = self._module.state_dict(keep_vars=True)
+        self.tied = shared_names(self._module, tensors)
+        self.buffers = buffers_among(self._module, tensors)
+        return {name: self._published(name, value) for name, value in tensors.items()}
 
     def training_state(self) -> list[ParameterState]:
         """The parameters, with their gradients."""
@@ -145,7 +167,7 @@ class ModuleSource:
         if not hasattr(value, "detach"):
             return value
         tensor = value.detach()
-        dtype = None if self._cast is None else self._cast(name, tensor.dtype)
+        dtype = None if self._cast is None or name in self.buffers else self._cast(name, tensor.dtype)
         return tensor if dtype is None else lazy_bits(tensor, dtype)
 
 
@@ -166,15 +188,16 @@ def _unwrapped(module: Any) -> Any:
 def module(module: Any, *, cast: Any = None) -> ModuleSource:
     """The weights of a torch module: everything in its `state_dict`, buffers included.
 
-    Names are those of the module inside `torch.compile` and DistributedDataParallel. Tied weights appear under every
-    name that they have there. A transformers model brings its config and its generation config along.
+    Names are those of the module inside `torch.compile` and DistributedDataParallel. A tied tensor is published once,
+    under the name that `save_pretrained` keeps, or else the first; a run that has more of its names keeps them. A
+    transformers model brings its config and its generation config along.
 
     Args:
         module: A `torch.nn.Module`.
         cast: The dtype to publish in, if the trainer keeps wider weights than its engines: `torch.bfloat16` for all
-            floating-point tensors that are wider, or a function from a name to a dtype, or to None for a tensor that is
-            published as it is. A tensor is cast piece by piece while it is compared, not copied as a whole; fp32 on a
-            GPU, with the baseline there, by the kernels that compare it with bf16.
+            floating-point parameters that are wider, or a function from a name to a dtype, or to None for a parameter
+            that is published as it is. Buffers are never cast. A tensor is cast piece by piece while it is compared,
+            not copied as a whole; fp32 on a GPU, with the baseline there, by the kernels that compare it with bf16.
 
     Returns:
         A source that reads the module at every publish.

@@ -25,6 +25,7 @@ from ..weights.table import TensorTable
 from ..weights.tensors import tensor_table
 from .modules import Source, files_of, module, weights_of
 from .schemes import SCHEMES, Blockwise, scheme_named
+from .tying import tied_of
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +64,15 @@ class QuantizedSource:
             return Shards(plan.table, parts)
         return {part.tensor: part.data for part in parts}
 
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """The names that the source left out, each with that of the same tensor, where this is not quantized."""
+        if not isinstance(self._scheme, Blockwise) or self._table is None:
+            return {}
+        table = self._table
+        pairs = [(name, kept, table.get(kept)) for name, kept in tied_of(self._source).items()]
+        return {name: kept for name, kept, spec in pairs if spec is not None and not self._scheme.names(spec)}
+
     def _measure(self, scheme: Blockwise) -> Measured:
         """Measure what must be known before anything is quantized, and agree on it with other processes."""
         try:
@@ -100,7 +110,8 @@ class QuantizedSource:
         """The layers with matrices that are not quantized: engines would take them for quantized ones."""
         layers: dict[str, None] = {}
         table = self._shards().table if self._table is None else self._table
-        for spec in table.specs:
+        tied = [table[table.index[kept]]._replace(name=name) for name, kept in self.tied.items()]
+        for spec in (*table.specs, *tied):
             layer, _, last = spec.name.rpartition(".")
             has_matrices = len(spec.shape) > 2 or (len(spec.shape) == 2 and last == "weight")
             if has_matrices and not scheme.names(spec):

@@ -1,7 +1,7 @@
 """Other names for tensors: trainers and engines do not always call the same tensor the same.
 
 "model.visual."  ──►  "visual."                        a prefix, which ends in a dot
-"lm_head.weight" ──►  "model.embed_tokens.weight"      a name; here that of the tensor it is tied to: published once
+"lm_head.weight" ──►  "model.embed_tokens.weight"      a name; here that of the tensor it is tied to
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..weights.tensors import memory_of
 from .casting import Cast
 from .master_sample import ParameterState, TrainingSource
 from .modules import ModuleSource, PublishedSource, Source, as_source, files_of, weights_of
+from .tying import tied_of
 
 
 class Renaming:
@@ -74,25 +75,30 @@ class Renaming:
     def _rule_of(self, name: str) -> str | None:
         return next((rule for rule in self._rules if _matches(rule, name)), None)
 
-    def rename(self, weights: Weights | Shards) -> Weights | Shards:
+    def rename(self, weights: Weights | Shards, others: Iterable[str] = ()) -> Weights | Shards:
         """The same weights under their new names. Of tensors that get one name, and are one memory, one is left.
+
+        Args:
+            weights: The weights.
+            others: Further names, which rules may match.
 
         Raises:
             TensorMismatch: A rule matches nothing, or different tensors get one name.
         """
         if isinstance(weights, Shards):
-            return self._rename_shards(weights)
+            return self._rename_shards(weights, others)
         renamed: dict[str, Any] = {}
         old_names: dict[str, str] = {}
-        for name, new_name in self.new_names(weights).items():
+        new_names = self.new_names([*weights, *others])
+        for name, new_name in ((name, new_names[name]) for name in weights):
             if new_name in renamed and not _is_same(renamed[new_name], weights[name]):
                 raise _conflict(old_names[new_name], name, new_name)
             old_names.setdefault(new_name, name)
             renamed.setdefault(new_name, weights[name])
         return renamed
 
-    def _rename_shards(self, shards: Shards) -> Shards:
-        new_names = self.new_names(spec.name for spec in shards.table.specs)
+    def _rename_shards(self, shards: Shards, others: Iterable[str]) -> Shards:
+        new_names = self.new_names([*shards.table.index, *others])
         parts: dict[str, list[Part]] = {name: [] for name in new_names}
         for part in shards.parts:
             if isinstance(part.marks, OldBits):
@@ -113,15 +119,36 @@ class Renaming:
 
 
 class RenamedSource:
-    """A source whose tensors have other names. Made by `renamed`."""
+    """A source whose tensors have other names. Made by `renamed`.
+
+    Attributes:
+        tied: The names that `weights` left out, each with that of the same tensor.
+    """
 
     def __init__(self, source: Source | Weights | Shards, renaming: Renaming) -> None:
         self._source = source
         self._renaming = renaming
+        self.tied: Mapping[str, str] = {}
+
+    @property
+    def buffers(self) -> frozenset[str]:
+        """The names of buffers, which are not cast."""
+        return frozenset(map(self._renaming.new_name, getattr(self._source, "buffers", ())))
 
     def weights(self) -> Weights | Shards:
         """The weights of the source, under their new names."""
-        return self._renaming.rename(weights_of(self._source))
+        weights = weights_of(self._source)
+        renamed = self._renaming.rename(weights, tied_of(self._source))
+        names = renamed.table.index if isinstance(renamed, Shards) else renamed
+        tied: dict[str, str] = {}
+        for name, kept in tied_of(self._source).items():
+            new_name, new_kept = map(self._renaming.new_name, (name, kept))
+            if new_name != new_kept and (new_name in names or tied.setdefault(new_name, new_kept) != new_kept):
+                raise TensorMismatch(
+                    f"{name!r} would be called {new_name!r}, like a tensor that is not the same memory"
+                )
+        self.tied = tied
+        return renamed
 
     def training_state(self) -> list[ParameterState]:
         """The parameters of the source, if it knows them."""
@@ -146,7 +173,7 @@ def renamed(source: PublishedSource, rules: Mapping[str, str]) -> RenamedSource:
         source: what a `Publisher` takes: a torch module, a source, a mapping, a function. Of a tracked model, rename
             the model: `track(optimizer, renamed(model, rules))`. So it is with `quantized`.
         rules: from a prefix that ends in a dot to another one (either may be empty), or from one name to another. The
-            longest rule that matches counts. A tied tensor is published once if its name is taken to the other's.
+            longest rule that matches counts. Names of one tensor may be taken to one name.
 
     Returns:
         A source. Its `weights` raises `TensorMismatch` where a rule matches no tensor, or where two tensors that are

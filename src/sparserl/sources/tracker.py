@@ -62,6 +62,7 @@ from .tracked_rows import (
     local,
     signature,
 )
+from .tying import tied_of
 
 _log = logging.getLogger("sparserl.sources")
 
@@ -84,8 +85,9 @@ def track(
         params: further tensors that are written between `Tracker.before` and `Tracker.after`.
         masters: if the optimizer has fp32 masters of narrower weights: the master of each weight, by the weight or its
             name. After a step they are cast, compared with the weights and written there; nothing else has to do it.
-        cast: if the optimizer's parameters are wider than what is published: the dtype of all floating-point tensors
-            that are wider, or a function from a name to a dtype, or to None for a tensor that is published as it is.
+        cast: if the optimizer's parameters are wider than what is published: the dtype of all floating-point parameters
+            that are wider, or a function from a name to a dtype, or to None for a parameter that is published as it is.
+            Buffers of a module are never cast.
         threads: how many threads compare; by default as many as there are cores, up to 16.
 
     Returns:
@@ -143,6 +145,11 @@ class Tracker:
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.after()))
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """The names that the source left out, each with that of the same tensor."""
+        return tied_of(self._source)
 
     def files(self) -> dict[str, bytes]:
         """The files that the source brings along; a config names the dtype that is published."""
@@ -411,8 +418,12 @@ class Tracker:
         specs = {spec.name: spec for spec in shards.table.specs}
         import torch
 
-        dtypes = {name: self._cast(name, getattr(torch, spec.dtype.name)) for name, spec in specs.items()}
-        casts = {name: dtype for name, dtype in dtypes.items() if dtype is not None}
+        buffers = getattr(self._source, "buffers", ())
+        casts = {
+            name: dtype
+            for name, spec in specs.items()
+            if name not in buffers and (dtype := self._cast(name, getattr(torch, spec.dtype.name))) is not None
+        }
         for name, dtype in casts.items():
             specs[name] = specs[name]._replace(dtype=BY_NAME[str(dtype).removeprefix("torch.")])
         return Shards(self._same_table(TensorTable(specs.values())), shards.parts), casts
@@ -428,19 +439,21 @@ class Tracker:
         if not isinstance(weight, str):
             return [weight]
         shards, _ = self._shards(self._source.weights())
-        return [part.data for part in shards.parts if part.tensor == weight and hasattr(part.data, "data_ptr")]
+        name = self.tied.get(weight, weight)
+        return [part.data for part in shards.parts if part.tensor == name and hasattr(part.data, "data_ptr")]
 
     def _master_keys(self, shards: Shards) -> dict[int, Any]:
         """The keys of the masters of parts: the name of a tensor, or the weight whose memory a part is in."""
-        unknown = [name for name in self._masters if isinstance(name, str) and name not in shards.table.index]
+        named = {self.tied.get(name, name): name for name in self._masters if isinstance(name, str)}
+        unknown = [given for name, given in named.items() if name not in shards.table.index]
         if unknown:
             raise TensorMismatch(f"masters has {unknown[0]!r}, and the source no tensor of that name")
         weights = [(*extent(local(w)), w) for w in self._masters if not isinstance(w, str)]
         weights.sort(key=lambda row: row[:2])
         keys: dict[int, Any] = {}
         for i, part in enumerate(shards.parts if self._masters else ()):
-            if part.tensor in self._masters:
-                keys[i] = part.tensor
+            if part.tensor in named:
+                keys[i] = named[part.tensor]
                 continue
             low, high = extent(part.data)
             index = bisect_right(weights, low, key=lambda row: row[0]) - 1

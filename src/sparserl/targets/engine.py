@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..errors import SessionError, WrongBase
+from ..errors import SessionError, TensorMismatch, WrongBase
 from ..parallel import require_threads
 from ..patch import Application, Patch, Replacement, diff, stage_all
 from ..patch.sliced import stage_slices
 from ..patch.slicing import PROFILES
 from ..patch.warmup import warm_up as warm_up_cpu
+from ..sources.tying import heads
 from ..weights.digest import Digest, element_sums, place_sums
 from ..weights.dtypes import Bits, UIntArray
 from ..weights.local import LocalWeights
@@ -101,6 +102,7 @@ class EngineTarget:
         """The parts that this rank has of the tensors of a run."""
         is_new = self._local is None
         self.tensors = dict(self._live())
+        self._require_no_other_head(table)
         shards = Shards(table, [part for spec in table.specs for part in self._parts(spec.name)])
         self._local = LocalWeights.of(shards)
         self._parts_of = None
@@ -114,6 +116,19 @@ class EngineTarget:
     def _parts(self, name: str) -> Iterable[Part]:
         pieces = self._pieces.get(name) or self._pieces.get(self._tied.get(name, ""), [])
         return (Part(name, piece.region, piece.view(self.tensors)) for piece in pieces)
+
+    def _require_no_other_head(self, table: TensorTable) -> None:
+        """Refuse a run in which a head is the embedding, where the engine has memory of its own for it."""
+        for name, same in heads(table.index).items():
+            if name in table.index:
+                continue
+            own = {piece.live for piece in self._pieces.get(name, ())} or {name} & self.tensors.keys()
+            memory = {self.tensors[piece.live].data_ptr() for piece in self._pieces.get(same, ())}
+            if any(self.tensors[live].data_ptr() not in memory for live in own):
+                raise TensorMismatch(
+                    f"the engine has memory of its own for {name!r}, of which the run has only {same!r}: load a model "
+                    "in which they are tied, as the trainer's are"
+                )
 
     def require_in_place(self, tensors: Mapping[str, Any]) -> None:
         """Raise if the engine's tensors are not where these are any more."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +12,7 @@ from .. import sources
 from ..errors import ChecksumMismatch, TensorMismatch, UnsupportedTensor, WrongBase
 from ..patch import Application, Replacement, diff, squash, stage_all
 from ..sources.renaming import Renaming
+from ..sources.tying import configs_of, tied_names
 from ..weights.digest import Digest
 from ..weights.local import LocalWeights
 from ..weights.memory import Weights, tied_groups
@@ -30,6 +31,8 @@ class ModuleTarget:
         threads: how many threads decode and write; by default as many as there are cores, up to 16.
         lock: held while weights are written or undone, so that readers under it see one version or the other. A
             subscriber takes it on a thread of its own, so that the caller of `commit` must not hold it.
+        configs: those of a transformers model and of its language model, which say whether the output head is the
+            embedding.
     """
 
     profiles: frozenset[str] | None = None
@@ -41,18 +44,21 @@ class ModuleTarget:
         weights: Weights | Callable[[], Weights],
         threads: int | None = None,
         lock: AbstractContextManager[Any] | None = None,
+        configs: Sequence[Any] = (),
     ) -> None:
         self._weights = weights
+        self._configs = configs
         self._threads = threads
         self.lock = nullcontext() if lock is None else lock
         self._local: LocalWeights | None = None  # the weights as they were last looked at, so that they are known
         self._tied_names: frozenset[str] = frozenset()  # tensors that the run has under another name only
+        self._copies: dict[str, str] = {}  # those in memory of their own, and what the run calls them
 
     def weights(self) -> Weights:
         """The tensors as they are now, without those that the run has under another name."""
         weights = self._all_weights()
-        if self._tied_names:
-            weights = {name: tensor for name, tensor in weights.items() if name not in self._tied_names}
+        if others := self._tied_names | self._copies.keys():
+            weights = {name: tensor for name, tensor in weights.items() if name not in others}
         return weights
 
     def _all_weights(self) -> Weights:
@@ -68,17 +74,24 @@ class ModuleTarget:
         """The tensors as they were last looked at; None before a run is attached."""
         return self._local
 
-    def attach(self, table: TensorTable) -> Weights:
+    def attach(self, table: TensorTable) -> Weights | None:
         is_new = self._local is None
         self._tied_names = frozenset()
-        weights = self.weights()
+        self._copies = {}
+        weights = all_weights = self.weights()
         if len(weights) > len(table):
             self._tied_names = _tied_names(weights, table)
+            self._copies = _copies(self.weights(), table, self._configs)
             weights = self.weights()
         self._local = LocalWeights.of(weights, table, "the run", "the target")
         self._local.require_writable()
         if is_new:
             warm_up(self._local)
+        if self._copies:
+            from .pieces import has_bits
+
+            if not all(has_bits(all_weights[name], weights[same]) for name, same in self._copies.items()):
+                return None  # some have other bits than any version
         return weights
 
     def _require_tied(self, table: TensorTable) -> None:
@@ -106,6 +119,14 @@ class ModuleTarget:
 
     def written(self) -> None:
         """Called under the lock after weights were written or undone, for subclasses that derive data from them."""
+        if self._copies:
+            import torch
+
+            weights = self._all_weights()
+            for name, same in self._copies.items():
+                weights[name].copy_(weights[same])
+                if weights[name].is_cuda:
+                    torch.cuda.synchronize(weights[name].device)  # the model may run in another stream
 
     def prepare(self, change: Change) -> PreparedModule:
         """Decode everything, and check that it leads to the digest of the version. Nothing is written."""
@@ -173,6 +194,17 @@ def _tied_names(weights: Weights, table: TensorTable) -> frozenset[str]:
     return frozenset(name for group in groups for name in group if name not in table.index)
 
 
+def _copies(weights: Weights, table: TensorTable, configs: Sequence[Any]) -> dict[str, str]:
+    """Output heads in memory of their own, of which the configs say that they are the embeddings that the run has."""
+    heads = tied_names(configs, table.index)
+    forms = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()} if heads else {}
+    return {
+        name: same
+        for name, same in heads.items()
+        if name in forms and name not in table.index and forms[name] == forms.get(same)
+    }
+
+
 def _require_digest(result: Digest, change: Change) -> None:
     if result != change.digest:
         raise ChecksumMismatch(f"the patches lead to digest {result}, but the version has {change.digest}")
@@ -220,6 +252,9 @@ def _replacement(local: LocalWeights, change: Change) -> Replacement | None:
 def module(module: Any, threads: int | None = None, lock: AbstractContextManager[Any] | None = None) -> ModuleTarget:
     """The parameters and persistent buffers of a torch module, or a mapping from names to tensors, changed in place.
 
+    A run may have a tied tensor under one of its names. An output head in memory of its own follows such a run if the
+    config of the model says `tie_word_embeddings`: it becomes a copy of the embedding at every commit.
+
     Args:
         module: a torch module, or a mapping from names to torch tensors or NumPy arrays.
         threads: how many threads decode and write; by default as many as there are cores, up to 16.
@@ -237,7 +272,7 @@ def module(module: Any, threads: int | None = None, lock: AbstractContextManager
     >>> subscriber = sparserl.Subscriber(url, target)                                              # doctest: +SKIP
     """
     if callable(getattr(module, "state_dict", None)):
-        return ModuleTarget(sources.module(module).weights, threads, lock)
+        return ModuleTarget(sources.module(module).all_weights, threads, lock, configs_of(module))
     if not isinstance(module, Mapping):
         hint = f"; for a checkpoint on disk, targets.folder({str(module)!r})" if isinstance(module, str | Path) else ""
         raise UnsupportedTensor(f"expected a torch module or a mapping to tensors, got {type(module).__name__}{hint}")

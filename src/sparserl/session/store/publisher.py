@@ -16,6 +16,7 @@ from ...sources.modules import as_source
 from ...transport.stores.base import Store
 from ...weights.memory import Weights
 from ...weights.shards import Shards
+from ...weights.table import TensorTable
 from ..background import BackgroundPublish, BackgroundSlot
 from ..callbacks import Callback
 from ..observing import Observing, PatchObserver
@@ -268,8 +269,8 @@ class Publisher(RunPublisher):
             tell_failure=self._tell_failure,
         )
 
-    def _live_weights(self) -> Weights | Shards:
-        weights = super()._live_weights()
+    def _live_weights(self, table: TensorTable | None = None) -> Weights | Shards:
+        weights = super()._live_weights(table)
         if self._also is not None:
             self._captured_weights.latest = weights
         return weights

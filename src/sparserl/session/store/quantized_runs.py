@@ -19,11 +19,13 @@ from ...errors import SessionError, WeightsError
 from ...sources.modules import files_of, weights_of
 from ...sources.quantize import ViewedQuantizedSource
 from ...sources.schemes import Blockwise, scheme_named
+from ...sources.tying import tied_of
 from ...transport.stores.base import Store
 from ...transport.stores.opening import open_writable
 from ...weights.digest import Digest, digest
 from ...weights.memory import Weights
 from ...weights.shards import Shards
+from ...weights.table import TensorTable
 from ..baseline import HostBaseline
 from ..logs import log
 from ..observing import Observing
@@ -122,6 +124,11 @@ class CapturedWeights:
         """The weights of the version that is being captured."""
         return weights_of(self._source) if self.latest is None else self.latest
 
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """The names that the source left out, each with that of the same tensor."""
+        return tied_of(self._source)
+
     def files(self) -> dict[str, bytes]:
         """The files that the source brings along."""
         return files_of(self._source)
@@ -138,11 +145,11 @@ class QuantizedRun(RunPublisher):
         self._with_way_back = options.retention.ladder is not None
         super().__init__(store, self._quantized, options, Observing(None, self._quantized))
 
-    def _live_weights(self) -> Weights | Shards:
+    def _live_weights(self, _: TensorTable | None = None) -> Weights | Shards:
         committed = self._committed
         baseline = None if committed is None else committed.baseline
         self._quantized.base = baseline.view if isinstance(baseline, QuantizedBaseline) else None
-        return super()._live_weights()
+        return super()._live_weights()  # which have the names of the leading run
 
     def capture(self, label: Label, *, at_once: bool) -> Completion:
         """Take what a version needs of the weights; returns what is left to do."""

@@ -10,7 +10,8 @@ anchors of other stores are left alone. One publisher at a time has the folder.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from ...weights.dtypes import Bits
 from ...weights.local import LocalWeights
 from ...weights.memory import Weights
 from ...weights.shards import Shards
+from ...weights.table import TensorTable
 from ..anchors import restored
 from ..logs import log
 from ..options import EncodingOptions
@@ -71,7 +73,7 @@ def resume_from_store(
     Raises:
         SessionError: What the store has does not lead to the weights of the head.
     """
-    try:
+    with _reading(store, head):
         stored = StoredRun.of(store, head, progress)
         steps = stored.steps(None, head.version)
         fetched = size(sum(step.bytes for step in steps))
@@ -83,11 +85,21 @@ def resume_from_store(
         else:
             _require_tensors(run, local)
             weights = stored.build_parts(steps, local.places, threads)
+    return ResumedRun.of(stored, run, weights, threads)
+
+
+@contextmanager
+def _reading(store: Store, head: HeadRecord) -> Iterator[None]:
+    """Raise a `SessionError` where the store does not have what its head leads to."""
+    try:
+        yield
+    except SessionError as error:
+        raise SessionError(f"{error}. {HOW_TO_REPLACE}") from error
     except (FormatError, NotFound, NotRetained, WeightsError, WrongBase) as error:
         raise SessionError(
-            f"{store.url} has run {head.run} at version {head.version}, whose weights cannot be rebuilt: {error}"
+            f"{store.url} has run {head.run} at version {head.version}, whose weights cannot be rebuilt: {error}. "
+            f"{HOW_TO_REPLACE}"
         ) from error
-    return ResumedRun.of(stored, run, weights, threads)
 
 
 def _build(stored: StoredRun, anchor: Patch, version: int, threads: int | None) -> dict[str, Bits]:
@@ -123,20 +135,20 @@ def resume_run(
     writers: Writers,
     head: HeadRecord,
     saved_anchor: SavedAnchor | None,
-    weights: Callable[[], Weights | Shards],
+    weights: Callable[[TensorTable], Weights | Shards],
     encoding: EncodingOptions,
 ) -> ResumedRun:
     """The run of the store's head, on every rank with the weights that are this rank's.
 
     saved_anchor: the anchors that this rank has saved, if it has a folder for them.
-    weights: returns the shards of this rank; called where there are several.
+    weights: returns the shards of this rank, by the table of the run; called where there are several.
 
     Raises:
         SessionError: What the store has does not lead to the weights of the head.
     """
     if writers.size == 1:
         return _resume_share(store, head, saved_anchor, None, encoding)
-    local = _shards_of(writers, weights)
+    local = _shards_of(writers, lambda: weights(_layout_of(store, head)))
     for anchor in (saved_anchor, None):
         shares: list[ResumedRun] = []
 
@@ -154,6 +166,12 @@ def resume_run(
         f"{store.url} has run {head.run} at version {head.version}; what the ranks have rebuilt are other weights. "
         f"{HOW_TO_REPLACE}"
     )
+
+
+def _layout_of(store: Store, head: HeadRecord) -> TensorTable:
+    """The tensors of the version that a head names."""
+    with _reading(store, head):
+        return StoredRun.of(store, head).run_at(head.version).layout
 
 
 def _shards_of(writers: Writers, weights: Callable[[], Weights | Shards]) -> LocalWeights:
@@ -181,10 +199,7 @@ def _resume_share(
         resumed = saved_anchor.resume(store, head, encoding.threads, local)
         if resumed is not None:
             return resumed
-    try:
-        return resume_from_store(store, head, encoding.threads, encoding.progress, local)
-    except SessionError as error:
-        raise SessionError(f"{error}. {HOW_TO_REPLACE}") from error
+    return resume_from_store(store, head, encoding.threads, encoding.progress, local)
 
 
 class SavedAnchor:

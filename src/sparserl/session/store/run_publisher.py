@@ -25,6 +25,7 @@ from ...weights.digest import Digest
 from ...weights.local import LocalWeights
 from ...weights.memory import Weights
 from ...weights.shards import Shards
+from ...weights.table import TensorTable
 from ..anchors import anchor_of
 from ..baseline import Baseline, CapturedChanges, HostBaseline, choose_baseline
 from ..callbacks import Callbacks
@@ -173,9 +174,9 @@ class RunPublisher:
         )
         return baseline
 
-    def _live_weights(self) -> Weights | Shards:
-        """The weights as they are now."""
-        return weights_of(self._source)
+    def _live_weights(self, table: TensorTable | None = None) -> Weights | Shards:
+        """The weights as they are now; tied tensors under the names that the table of a run has."""
+        return weights_of(self._source, table)
 
     def _continue_run(self, writer: HeadWriter) -> None:
         """Go on with the run that the store has; where that cannot be done, it is not replaced without a word."""
@@ -226,7 +227,8 @@ class RunPublisher:
             log.warning("%s: the baseline was lost, so a new run begins: subscribers fetch all weights", self.store.url)
 
         def capture(options: BaselineOptions) -> Baseline:
-            weights = self._observing.captured(self._live_weights(), watch)
+            table = None if last is None else last.run.layout
+            weights = self._observing.captured(self._live_weights(table), watch)
             with watch.stage("capture"):
                 baseline = self._choose_baseline(weights, None, options)
             anchor = self._anchor_now(weights, watch) if baseline.weights is None else None
@@ -244,7 +246,7 @@ class RunPublisher:
         encoding = self._encoding
 
         def capture() -> bytes:
-            weights = self._observing.captured(self._live_weights(), watch)
+            weights = self._observing.captured(self._live_weights(committed.run.layout), watch)
             try:
                 with watch.stage("find"):
                     changes = committed.baseline.capture(

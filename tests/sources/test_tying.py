@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from sparserl.targets.tying import tied_names
+from sparserl.sources.tying import tied_names
 
 TIED = SimpleNamespace(tie_word_embeddings=True)
 UNTIED = SimpleNamespace(tie_word_embeddings=False)

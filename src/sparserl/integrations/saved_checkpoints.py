@@ -23,7 +23,8 @@ class LatestCheckpoint:
     >>> publisher.publish()                                                                        # doctest: +SKIP
 
     Args:
-        cast: The torch dtype in which wider floating-point tensors are published; None for the bits on disk.
+        cast: The torch dtype in which wider floating-point tensors are published, buffers too, which files do not tell
+            apart; None for the bits on disk.
     """
 
     path: Path

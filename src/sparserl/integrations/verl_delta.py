@@ -130,7 +130,7 @@ class _WatchedTarget(HostTarget):
         super().__init__()
         self._changes: dict[str, list[Positions]] | None = None  # None: everywhere
 
-    def attach(self, table: TensorTable) -> Weights:
+    def attach(self, table: TensorTable) -> Weights | None:
         before = self.weights()
         weights = super().attach(table)
         if weights is not before:

@@ -341,3 +341,10 @@ def test_ranks_go_on_with_a_run_that_has_both_names(tmp_path):
     twice = ONCE + ROWS * COLUMNS
     assert first == second
     assert first == [("anchor", twice), *[("patch", twice)] * 7, ("anchor", ONCE), ("patch", ONCE)]
+
+
+def test_what_has_a_state_dict_and_is_no_module():
+    """It has no list of modules, and its parameters are still published once."""
+    policy = Policy()
+    source = sources.module(SimpleNamespace(state_dict=policy.state_dict))
+    assert source.weights().keys() == {EMBEDDING, "model.norm.weight"}

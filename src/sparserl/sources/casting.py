@@ -33,5 +33,5 @@ def cast_of(cast: Any) -> Cast | None:
 
 def buffers_among(module: Any, tensors: Mapping[str, Any]) -> frozenset[str]:
     """The names of those tensors that are buffers of a module, which no cast applies to."""
-    buffers = {id(buffer) for buffer in module.buffers()}
+    buffers = {id(buffer) for buffer in getattr(module, "buffers", tuple)()}
     return frozenset(name for name, tensor in tensors.items() if id(tensor) in buffers)

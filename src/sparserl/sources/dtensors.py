@@ -71,8 +71,8 @@ def shards_of(
 
     tensors = {name: partition(name, tensor) for name, tensor in tensors.items()}
     dtypes: dict[str, Any] = dict.fromkeys(tensors)
-    for name, tensor in tensors.items() if cast is not None else ():
-        if name not in buffers and hasattr(tensor, "dtype"):
+    for name, tensor in tensors.items():
+        if cast is not None and name not in buffers and hasattr(tensor, "dtype"):
             dtypes[name] = cast(name, tensor.dtype)
     published = {name: _published(tensor, dtypes[name], torch) for name, tensor in tensors.items()}
     published_table = tensor_table(published)  # refuses what is not a tensor

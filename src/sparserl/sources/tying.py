@@ -40,7 +40,7 @@ def shared_names(module: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
     says_tied = [config.tie_word_embeddings for config in configs_of(module) if hasattr(config, "tie_word_embeddings")]
     if not groups or (says_tied and not any(says_tied)):
         return {}
-    parts = getattr(module, "modules", tuple)()
+    parts: Iterable[Any] = getattr(module, "modules", tuple)()
     dropped = [pattern for part in parts for pattern in getattr(part, "_tied_weights_keys", None) or ()]
     tied: dict[str, str] = {}
     for names in groups:

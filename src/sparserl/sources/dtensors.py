@@ -7,7 +7,7 @@ replicated mesh dimension publishes it. Nothing is gathered.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import TensorMismatch, UnsupportedTensor

@@ -24,7 +24,7 @@ from sparserl.session.store import records, routes
 from sparserl.session.store.manifests import Manifest
 from sparserl.session.store.records import Blob, Index, RouteStep
 from sparserl.transport.stores.deadline import Transfers
-from sparserl.weights.holdings import MOST_HOLDINGS
+from sparserl.weights.holdings import MOST_NAMES
 from tests.hostile.bombs import I8, RAW, bucket, claims, patch, rows, table, varints
 from tests.hostile.forged_patch import Columns, Stream, Table
 from tests.hostile.store_bombs import PARSERS, RECORDS, STORES
@@ -168,7 +168,7 @@ def test_the_largest_records_are_within_their_bounds():
     blobs = [Blob(f"{i:064x}", 1 << 28) for i in range(2)]
     one, two = (len(replace(manifest(), buckets=tuple(blobs[:n])).to_bytes()) for n in (1, 2))
     assert one + sparserl.wire.limits.BUCKETS * (two - one) <= records.MANIFEST.size
-    names = tuple(f"{i:016x}" for i in range(MOST_HOLDINGS))
+    names = tuple(f"{i:016x}" for i in range(MOST_NAMES))
     marked = [replace(manifest(), buckets=tuple(blobs[:n]), holdings=names, touched=(2**64 - 1,) * n) for n in (1, 2)]
     one, two = (len(record.to_bytes()) for record in marked)
     assert one + sparserl.wire.limits.BUCKETS * (two - one) <= records.MANIFEST.size

@@ -152,4 +152,11 @@ MUTANTS = (
         "reach = high[a:b] + shift",
         Tests("weights/test_region.py", "overlap or compared"),
     ),
+    Mutant(
+        "of two receivers with one name, one counts",
+        "weights/holdings.py",
+        "for number in {owner % MOST_NAMES for owner in owners}",
+        "for number in owners if number < MOST_NAMES",
+        Tests("weights/test_holdings.py", "many_receivers or one_name"),
+    ),
 )

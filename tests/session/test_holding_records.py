@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -11,12 +12,15 @@ import pytest
 import sparserl
 from sparserl import Region
 from sparserl.errors import InvalidField, TensorMismatch
+from sparserl.session.store import receivers
 from sparserl.session.store.fields import sha256
 from sparserl.session.store.holding_records import HoldingRecord, read_holding
 from sparserl.session.store.leases import Lease
-from sparserl.session.store.records import path
+from sparserl.session.store.manifests import Manifest
+from sparserl.session.store.records import get_named, path
 from sparserl.session.store.retention import collect, faults
 from sparserl.transport.stores.folder import FolderStore
+from sparserl.weights.holdings import MOST_HOLDINGS, Holdings
 
 WEIGHTS = {"a": np.zeros((4, 6), np.float32), "b": np.zeros(5, np.float32)}
 RUN = "0" * 16
@@ -81,3 +85,105 @@ def test_they_stay_longer_than_leases(tmp_path):
     assert collect(store, 1.0, lambda: now + 87_000) == [path(run, "leases", "x")]
     assert collect(store, 1.0, lambda: now + 172_000) == []
     assert collect(store, 1.0, lambda: now + 173_500) == [path(run, "holdings", record.hash)]
+
+
+class Counting(FolderStore):
+    """A store that counts which records of parts are read."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.read = Counter()
+
+    def get(self, name, most):
+        if "/holdings/" in name:
+            self.read[name] += 1
+        return super().get(name, most)
+
+
+def rows_of(table, first, last):
+    return HoldingRecord.of(table, [(0, Region((row, 0), (1, 2))) for row in range(first, last)])
+
+
+def last_manifest(publisher):
+    index = publisher._committed.index
+    run = publisher.run
+    return Manifest.parse(get_named(publisher.store, run, "manifests", index.steps[-1].manifest), "it")
+
+
+def test_what_many_receivers_cost(tmp_path, monkeypatch):
+    """Each record is read once and one cut is made, however many versions follow; each receiver gets its share of them.
+
+    A receiver that joins costs one more read and one more cut. One whose record is damaged is passed over, and the
+    others keep their cut.
+    """
+    cuts = []
+    monkeypatch.setattr(receivers, "Holdings", lambda *args, **options: cuts.append(args) or Holdings(*args, **options))
+    store = Counting(str(tmp_path))
+    weights = {"w": np.zeros((2 * MOST_HOLDINGS, 2), np.float32)}
+    table = sparserl.tensor_table(weights)
+    joining, damaged = rows_of(table, 254, 256), rows_of(table, 3, 9)
+    ranks = sorted((rows_of(table, 2 * i, 2 * i + 2) for i in range(MOST_HOLDINGS - 1)), key=lambda r: r.hash)
+
+    def publish():
+        weights["w"][:16] += 1  # of eight receivers
+        publisher.publish()
+
+    with sparserl.Publisher(store, weights, profile="ulp", anchor_after=1000, ladder=None) as publisher:
+        publish()
+        folder = tmp_path / path(publisher.run, "holdings", "")
+        folder.mkdir()
+        for record in ranks:
+            (folder / record.hash).write_bytes(record.data)
+        for _ in range(4):
+            publisher._maintenance.receivers.look()
+            publish()
+        assert len(store.read) == len(ranks)
+        assert set(store.read.values()) == {1}
+        assert len(cuts) == 1
+        joining.put(store, publisher.run)
+        publisher._maintenance.receivers.look()
+        publish()
+        publish()
+        assert len(store.read) == MOST_HOLDINGS
+        assert set(store.read.values()) == {1}
+        assert len(cuts) == 2
+        store.put(path(publisher.run, "holdings", damaged.hash), b"{}")
+        publisher._maintenance.receivers.look()
+        for _ in range(3):
+            publish()
+            manifest = last_manifest(publisher)
+            shares = [len(manifest.for_holding(rank.name)) for rank in (*ranks, joining)]
+            assert max(shares) <= 2 < len(manifest.buckets)
+            assert sum(share > 0 for share in shares) >= 8
+            assert manifest.for_holding(damaged.name) == manifest.buckets
+        assert set(store.read.values()) == {1}
+        assert len(cuts) == 3
+        got = {"w": np.zeros_like(weights["w"])}
+        with sparserl.Subscriber(store, got) as subscriber:
+            subscriber.sync()
+        assert (got["w"] == weights["w"]).all()
+
+
+def test_parts_that_are_too_many_harm_nobody_else(tmp_path, monkeypatch):
+    """Those of the others are cut along; records that there is no room for are not read again, until somebody leaves."""
+    monkeypatch.setattr(receivers, "MOST_PLACES", 6)
+    store = Counting(str(tmp_path))
+    weights = {"w": np.zeros((64, 2), np.float32)}
+    table = sparserl.tensor_table(weights)
+    few, many = sorted((rows_of(table, 0, 4), rows_of(table, 4, 8)), key=lambda record: record.hash)
+    with sparserl.Publisher(store, weights, profile="ulp", anchor_after=1000, ladder=None) as publisher:
+        publisher.publish()
+        few.put(store, publisher.run)
+        many.put(store, publisher.run)
+        for _ in range(3):
+            weights["w"] += 1
+            publisher._maintenance.receivers.look()
+            publisher.publish()
+            assert last_manifest(publisher).holdings == (few.name,)
+        assert set(store.read.values()) == {1}
+        (tmp_path / path(publisher.run, "holdings", few.hash)).unlink()
+        for _ in range(receivers._LOOKS_TO_FORGET):
+            publisher._maintenance.receivers.look()
+        weights["w"] += 1
+        publisher.publish()
+        assert last_manifest(publisher).holdings == (many.name,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparserl.weights import holdings as holdings_module
-from sparserl.weights.holdings import Holdings, Touched
+from sparserl.weights.holdings import MOST_HOLDINGS, MOST_NAMES, Holdings, Touched, number_of
 from sparserl.weights.region import Region, intersection, whole
 from sparserl.weights.tensors import memories, table_of
 from tests.effort import examples
@@ -84,6 +85,36 @@ def test_columns_and_what_a_place_touches():
     assert cut.touched([(0, Region((1, 0), (1, 2)))]) == Touched(0b01, 0)
     assert cut.touched([(0, left), (0, right)]) == Touched(0b11, 0)
     assert cut.touched([(1, None)]) == Touched(0, 0)
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 100, 127, 128])
+def test_many_receivers(count):
+    """Each of as many as there may be finds a name that stands for its cells, with at most one other; no stranger does."""
+    rows = table_of(memories({"w": np.zeros((MOST_HOLDINGS, 2), np.float32)}))
+    every = [sha256(bytes([i])).hexdigest()[:16] for i in range(MOST_HOLDINGS)]
+    lists = {name: [(0, Region((i, 0), (1, 2)))] for i, name in enumerate(sorted(every)[:count])}
+    cut = Holdings(rows, lists)
+    assert len(cut.names) == min(count, MOST_NAMES)
+    assert cut.are_cut == (count <= MOST_NAMES)
+    groups = cut.cells(rows.places)
+    for name, places in lists.items():
+        bit = 1 << number_of(name, cut.names)
+        mine = [cells for cells in groups if cut.touched(cells).holdings & bit]
+        assert places[0] in mine[0]
+        assert len(mine) == 1
+        assert len(mine[0]) == 1 + (count > MOST_NAMES and mine[0][-1] != mine[0][0])
+    assert sum(map(len, groups)) == count + (count < MOST_HOLDINGS)
+    assert {number_of(name, cut.names) for name in every[count:] if name not in lists} <= {None}
+    assert number_of(None, cut.names) is None
+
+
+def test_two_receivers_with_one_name():
+    """A cell that one of them has all of, and the other a part, is partly in what the name stands for."""
+    names = [f"{i:08x}" * 2 for i in range(MOST_NAMES + 1)]
+    lists = dict.fromkeys(names, ()) | {names[0]: [(1, None)], names[MOST_NAMES]: [(1, Region((1,), (1,)))]}
+    cut = Holdings(table(), lists)
+    assert cut.touched([(1, None)]) == Touched(1, 1)
+    assert cut.touched([(1, Region((1,), (1,)))]) == Touched(1, 0)
 
 
 @pytest.mark.parametrize("most", [1, 4])

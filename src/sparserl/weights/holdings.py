@@ -12,23 +12,35 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from .region import Numbers, Region, whole
 from .shards import Place
 from .table import TensorTable
 
-MOST_HOLDINGS = 64  # that weights are cut along
+MOST_NAMES = 64  # of holdings, in a manifest
+MOST_HOLDINGS = 2 * MOST_NAMES  # that weights are cut along: two can share a name
 MOST_PLACES = 1 << 19  # of all holdings together
 _MOST_BOXES = 512  # of a tensor: one that has more is not cut
 _MOST_CELLS = 256  # of a place
 _MOST_ENTRIES = 1 << 19  # cells of all places
 _SPARE_GROUPS = 8  # there may be twice as many groups of cells as holdings, and so many more
-_KEPT_PLACES = 1 << 16  # of which it is remembered which holdings they are in
+_KEPT_PLACES = _MOST_ENTRIES  # of which it is remembered which holdings they are in
+SHARED_DIGITS = 8  # of each of two names that share one
+
+
+def number_of(name: str | None, names: Sequence[str]) -> int | None:
+    """Which of the names of a manifest stands for a holding; None if it is not known there."""
+    if name is None or name in names:
+        return None if name is None else names.index(name)
+    if len(names) < MOST_NAMES:
+        return None
+    digits = name[:SHARED_DIGITS]
+    shared = (number for number, other in enumerate(names) if digits in (other[:SHARED_DIGITS], other[SHARED_DIGITS:]))
+    return next(shared, None)
 
 
 class Touched(NamedTuple):
-    """Which holdings a region is in, and of which it is only partly in: a bit for each, in their order."""
+    """Which holdings a region is in, and of which it is only partly in: a bit for each name, in their order."""
 
     holdings: int
     partly: int
@@ -43,15 +55,20 @@ class _Boxes(NamedTuple):
 
     start: Numbers
     stop: Numbers
-    bit: npt.NDArray[np.uint64]  # of the holding of each
+    owner: Numbers  # the number of the holding of each
 
-    def touched(self, start: Numbers, stop: Numbers) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """For each of some regions the holdings that have a part of it, and those that have all of it in one part."""
-        overlaps = ((start[:, None] < self.stop) & (self.start < stop[:, None])).all(-1)
-        inside = ((start[:, None] >= self.start) & (stop[:, None] <= self.stop)).all(-1)
-        none = np.uint64(0)
-        partly, wholly = (np.bitwise_or.reduce(np.where(which, self.bit, none), axis=1) for which in (overlaps, inside))
-        return partly, wholly
+    def touched(self, box: Region) -> Touched:
+        """The holdings that have a part of a region, and those that do not have all of it in one part."""
+        start = np.array(box.start, np.int64)
+        stop = start + np.array(box.size, np.int64)
+        overlaps = ((start < self.stop) & (self.start < stop)).all(-1)
+        inside = ((start >= self.start) & (stop <= self.stop)).all(-1)
+        owners = {*self.owner[overlaps].tolist()}
+        return Touched(_bits(owners), _bits(owners - {*self.owner[inside].tolist()}))
+
+
+def _bits(owners: Iterable[int]) -> int:
+    return sum(1 << number for number in {owner % MOST_NAMES for owner in owners})
 
 
 class Holdings:
@@ -59,19 +76,28 @@ class Holdings:
 
     Args:
         table: The tensor table of the weights.
-        places: The places of every holding, by its name.
+        places: The places of every holding, by its name. If there are more than a manifest can name, no two names begin
+            with the same eight digits.
+        is_every: Whether no receiver has other parts.
 
     Attributes:
-        are_cut: Whether no receiver has a part of a cell. Where it would take too many cells, some have.
+        names: Of the holdings, in a manifest. If it cannot name each, every name is made of the first digits of two.
+        are_cut: Whether no receiver has a part of a cell, so that all take any profile. Where it would take too many
+            cells, or the names of two are one, some may not.
     """
 
-    def __init__(self, table: TensorTable, places: Mapping[str, Sequence[Place]]) -> None:
+    def __init__(self, table: TensorTable, places: Mapping[str, Sequence[Place]], *, is_every: bool = True) -> None:
         self.table = table
         self.names = tuple(places)
+        has_names = len(places) <= MOST_NAMES
+        if not has_names:
+            others = self.names[MOST_NAMES:] + self.names[len(places) - MOST_NAMES : MOST_NAMES]
+            self.names = tuple(a[:SHARED_DIGITS] + b[:SHARED_DIGITS] for a, b in zip(self.names, others, strict=False))
         self._boxes = self._collect(places)
         self._touched: dict[Place, Touched] = {}
         self._cells: dict[Place, list[Place]] = {}  # of places that were cut, as every publish cuts them
-        self.are_cut = not any(self._touched_by(cell).partly for cells in self.cells(table.places) for cell in cells)
+        is_whole = not any(self._touched_by(cell).partly for cells in self.cells(table.places) for cell in cells)
+        self.are_cut = is_every and has_names and is_whole
 
     def touched(self, places: Iterable[Place]) -> Touched:
         """Which holdings some places are in."""
@@ -106,8 +132,8 @@ class Holdings:
         boxes = {}
         for tensor, own in rows.items():
             start = np.array([box.start for box, _ in own], np.int64)
-            bit = np.array([1 << number for _, number in own], np.uint64)
-            boxes[tensor] = _Boxes(start, start + np.array([box.size for box, _ in own], np.int64), bit)
+            owner = np.array([number for _, number in own], np.int64)
+            boxes[tensor] = _Boxes(start, start + np.array([box.size for box, _ in own], np.int64), owner)
         return boxes
 
     def _touched_by(self, place: Place) -> Touched:
@@ -116,12 +142,7 @@ class Holdings:
             return touched
         box = self._box(place)
         boxes = self._boxes.get(place[0])
-        if boxes is None or not box.numel:
-            touched = Touched(0, 0)
-        else:
-            start = np.array([box.start], np.int64)
-            holdings, inside = boxes.touched(start, start + np.array([box.size], np.int64))
-            touched = Touched(int(holdings[0]), int(holdings[0] & ~inside[0]))
+        touched = Touched(0, 0) if boxes is None or not box.numel else boxes.touched(box)
         if len(self._touched) >= _KEPT_PLACES:
             self._touched.clear()
         self._touched[place] = touched

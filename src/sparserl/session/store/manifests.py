@@ -7,7 +7,7 @@ from typing import Any
 
 from ...errors import InvalidField
 from ...weights.digest import Digest
-from ...weights.holdings import MOST_HOLDINGS
+from ...weights.holdings import MOST_NAMES, number_of
 from ...wire import limits
 from .fields import Fields, counted, parse, read_digest, read_list, require_few, written
 from .records import MANIFEST, Blob, path, read_blob, read_holding_names, read_run_id
@@ -57,7 +57,7 @@ class Manifest:
             fields.count("changed"),
             fields.take("buckets", read_list(lambda v: read_blob(v, limits.BUCKET_BYTES))),
             fields.optional("holdings", read_holding_names, ()),
-            fields.optional("touched", read_list(lambda v: counted(v, (1 << MOST_HOLDINGS) - 1)), ()),
+            fields.optional("touched", read_list(lambda v: counted(v, (1 << MOST_NAMES) - 1)), ()),
         )
         fields.finish()
         manifest._require_sound(label)
@@ -73,9 +73,10 @@ class Manifest:
 
         That none is missing shows when the digests of the parts of all receivers of an engine are added up.
         """
-        if name not in self.holdings:
+        number = number_of(name, self.holdings)
+        if number is None:
             return self.buckets
-        bit = 1 << self.holdings.index(name)
+        bit = 1 << number
         return tuple(blob for blob, touched in zip(self.buckets, self.touched, strict=True) if touched & bit)
 
     def _require_sound(self, label: str) -> None:

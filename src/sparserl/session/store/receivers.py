@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 
 from ... import plan
 from ...codec import PROFILES
-from ...errors import SparserlError, TensorMismatch
+from ...errors import SparserlError, StoreError, TensorMismatch
 from ...patch.slicing import PROFILES as SLICEABLE
 from ...plan import Link, VaryingLink
-from ...weights.holdings import MOST_HOLDINGS, MOST_PLACES, Holdings
+from ...weights.holdings import MOST_HOLDINGS, MOST_PLACES, SHARED_DIGITS, Holdings
 from ...weights.shards import Place
 from ...weights.table import TensorTable
-from ...wire import encoded_table
 from ..logs import log
 from ..options import MEASURED, EncodingOptions
 from ..profiles import PARTS, Takers, choose_profiles, in_words
 from .holding_records import holding_name, read_holding
 from .leases import Lease
+from .records import RunRecord
 from .routes import can_take
 from .run_writer import RunWriter
 
@@ -72,7 +72,8 @@ class Receivers:
         self._anchors: list[tuple[str, int]] = []  # that some of them need
         self._asked = encoding.profile
         self._holdings: Holdings | None = None  # that all ranks have read
-        self._agreed: object = None  # their hashes, and that of their table
+        self._read: dict[tuple[str, TensorTable], Sequence[Place] | SparserlError | None] = {}  # what records say
+        self._cut: tuple[object, Holdings] | None = None  # the last, and what was read for it
         self._trouble = ""  # the last that was logged
         self._told: set[object] = set()  # the receivers whose profiles were logged last
         self._heard = _Heard()  # by this rank; what counts is what all ranks have heard
@@ -95,18 +96,12 @@ class Receivers:
         heard = [_Heard.of_row(row) for row in ranks]
         self._anchors = [row.anchor for row in heard if row.anchor is not None]
         hashes = sorted({hash for row in heard for hash in row.holdings})
-        committed = self._writer.committed
-        table = None if committed is None else committed.run.layout
-        key = (*hashes,), None if table is None else encoded_table(table).hash
-        holdings = self._holdings if key == self._agreed else None
+        holdings = self._read_holdings(hashes) if hashes else None
         if hashes:
-            if holdings is None and table is not None:
-                holdings = self._read_holdings(hashes, table)
-            can_read = self._writer.writers.together("read holdings", lambda: b"" if holdings is None else b"+")
-            if not all(can_read):
+            own = b"" if holdings is None else repr((holdings.names, holdings.are_cut)).encode()
+            if any(other != own for other in self._writer.writers.together("read holdings", lambda: own)):
                 holdings = None
         self._holdings = holdings
-        self._agreed = None if holdings is None else key  # what could not be read is tried again
         self._writer.holdings = holdings if holdings is not None and holdings.names else None
         can_cut = not hashes or (holdings is not None and holdings.are_cut)
         self._choose([taker for row in heard for taker in row.takers], can_cut=can_cut)
@@ -248,32 +243,59 @@ class Receivers:
             log.warning("%s: %s", self._writer.store.url, choice.trouble)
         self._told = kinds
 
-    def _read_holdings(self, hashes: Sequence[str], table: TensorTable) -> Holdings | None:
-        """The parts of these tensors that receivers have; None if they are not known, or too many."""
+    def _read_holdings(self, hashes: Sequence[str]) -> Holdings | None:
+        """The parts of the newest tensors that receivers have. Those that cannot be used are left out."""
         committed = self._writer.committed
-        assert committed is not None
-        places: dict[str, tuple[Place, ...]] = {}
-        count = 0
+        if committed is None:
+            return None
+        table = committed.run.layout
+        keys = {(hash, table) for hash in hashes}
+        if not self._read.keys() <= keys:  # some have left: there may be room for others
+            self._read = {key: own for key, own in self._read.items() if key in keys and own is not None}
+        places: dict[str, Sequence[Place]] = {}
+        digits: set[str] = set()
+        room = MOST_PLACES
+        trouble = ""
         for hash in hashes:
             name = holding_name(hash)
-            try:
-                own = read_holding(self._writer.store, committed.run.run, hash, table)
-            except TensorMismatch:
+            own = self._read_holding(committed.run, hash)
+            if isinstance(own, TensorMismatch):
                 continue  # it follows no more: the run goes on with other tensors
-            except SparserlError as error:
-                self._warn(f"the parts of a receiver cannot be used: {error}")
-                return None
-            count += len(own)
-            if name in places or count > MOST_PLACES or len(places) == MOST_HOLDINGS:
-                self._warn("receivers have too many different parts")
-                return None
+            if isinstance(own, SparserlError):
+                trouble = f"the parts of a receiver cannot be used: {own}"
+                continue
+            room -= 0 if own is None else len(own)
+            if own is None or room < 0 or len(places) == MOST_HOLDINGS:
+                trouble = "receivers have too many different parts"
+                self._read[hash, table] = None  # they are not kept in memory
+                break
+            if name[:SHARED_DIGITS] in digits:
+                trouble = f"two receivers have parts whose names begin with {name[:SHARED_DIGITS]}"
+                continue
+            digits.add(name[:SHARED_DIGITS])
             places[name] = own
-        return Holdings(table, places)
+        if trouble not in ("", self._trouble):
+            log.warning("%s: %s; patches are not cut along these", self._writer.store.url, trouble)
+        self._trouble = trouble
+        key = (*places,), not trouble, table
+        if self._cut is None or self._cut[0] != key:
+            self._cut = key, Holdings(table, places, is_every=not trouble)
+        return self._cut[1]
 
-    def _warn(self, trouble: str) -> None:
-        if trouble != self._trouble:
-            self._trouble = trouble
-            log.warning("%s: %s; patches are not cut along them", self._writer.store.url, trouble)
+    def _read_holding(self, run: RunRecord, hash: str) -> Sequence[Place] | SparserlError | None:
+        """The places that a receiver has, or why they cannot be used; None if there was no room for them.
+
+        A record is read once: it never changes.
+        """
+        key = hash, run.layout
+        if key not in self._read:
+            try:
+                self._read[key] = read_holding(self._writer.store, run.run, *key)
+            except StoreError as error:
+                return error  # the next publish tries again
+            except SparserlError as error:
+                self._read[key] = error
+        return self._read[key]
 
     def _hear_rates(self, leases: Iterable[Lease]) -> None:
         measured = self._writer.measured_link

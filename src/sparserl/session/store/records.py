@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from ...errors import ChecksumMismatch, InvalidField, SessionError
 from ...transport.stores.base import Store
 from ...weights.digest import Digest
-from ...weights.holdings import MOST_HOLDINGS
+from ...weights.holdings import MOST_NAMES
 from ...weights.table import TensorTable
 from ...wire import file_names, limits
 from ...wire.file_names import checked_file_name
@@ -193,7 +193,7 @@ def read_note(value: Any) -> str:
 def read_holding_names(value: Any) -> tuple[str, ...]:
     """The names of holdings, of which there are not very many."""
     names = read_list(lambda name: matched(_HOLDING, name))(value)
-    if len(names) > MOST_HOLDINGS:
+    if len(names) > MOST_NAMES:
         raise ValueError(value)
     return names
 

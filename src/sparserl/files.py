@@ -27,7 +27,6 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_CLOEXEC | os.O_NONBLOCK  # opening a pipe must not block
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 _FILE_URL = re.compile(r"file:(//|(?=/))", re.IGNORECASE)  # a `Path` of a URL has one slash where there were three
-_MAX_DEPTH = 100  # of nested folders that are removed
 _LOCK_POLL = 0.05  # seconds between two attempts to take a lock
 
 
@@ -147,21 +146,35 @@ class Folder:
         """Remove an empty folder."""
         os.rmdir(name, dir_fd=self._handle)
 
-    def remove(self, name: str, depth: int = _MAX_DEPTH) -> None:
-        """Remove a name, if it exists: a folder with everything in it, of a link only the link."""
-        try:
-            status = os.stat(name, dir_fd=self._handle, follow_symlinks=False)
-        except FileNotFoundError:
+    def remove(self, name: str) -> None:
+        """Remove a name, if it exists: a folder with everything in it, however deep, of a link only the link."""
+        if not self._is_folder(name):
+            with contextlib.suppress(FileNotFoundError):
+                self.unlink(name)
             return
-        if not stat.S_ISDIR(status.st_mode):
-            self.unlink(name)
-            return
-        if not depth:
-            raise OSError(errno.ELOOP, f"more than {_MAX_DEPTH} folders are nested", str(self.path / name))
-        with Folder(os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=self._handle), self.path / name) as folder:
-            for below in folder.names():
-                folder.remove(below, depth - 1)
+        with self._itself(name) as folder:
+            left = folder.names()
+            while left:
+                last = left.pop()
+                if not folder._is_folder(last):
+                    folder.unlink(last)
+                    continue
+                with folder._itself(last) as inner:
+                    for deeper in inner.names():  # what is in a folder in this one is moved to this one
+                        left.append(secrets.token_hex(16))
+                        inner.rename(deeper, folder, left[-1])
+                folder.rmdir(last)
         self.rmdir(name)
+
+    def _is_folder(self, name: str) -> bool:
+        try:
+            return stat.S_ISDIR(os.stat(name, dir_fd=self._handle, follow_symlinks=False).st_mode)
+        except FileNotFoundError:
+            return False
+
+    def _itself(self, name: str) -> Folder:
+        """A folder in this one that is not a link."""
+        return Folder(os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=self._handle), self.path / name)
 
     def sync(self) -> None:
         """Make the names in this folder survive a power cut."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -21,6 +22,7 @@ import pytest
 import sparserl
 from sparserl import Publisher, Subscriber, targets
 from sparserl.errors import CheckpointError, CommitFailed, SparserlError, StoreError, Unavailable
+from sparserl.files import Folder
 from sparserl.session.store.retention import collect
 from sparserl.sources import open_checkpoint
 from sparserl.targets.checkpoint_folder import write_checkpoint
@@ -289,6 +291,55 @@ def test_only_what_is_ours_is_cleared(url: str, tmp_path: Path) -> None:
         subscriber.sync()
     assert all((root / name).exists() for name in strange)
     assert not any((root / name).exists() for name in drafts)
+
+
+def nest(folder: Path, depth: int = 1200) -> None:
+    """Make folders one in the other: more than Python nests calls."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir("d", dir_fd=handle)
+        inner = os.open("d", os.O_RDONLY, dir_fd=handle)
+        os.close(handle)
+        handle = inner
+    os.close(handle)
+
+
+@pytest.mark.parametrize("where", [f".sparserl/{'0' * 32}", f".sparserl/old-{'1' * 32}", f"versions/{'2' * 16}-{7:012d}"])
+def test_folders_are_removed_however_deep_they_are(where: str, url: str, tmp_path: Path) -> None:
+    """A target opens and prunes, whatever lies in its folders."""
+    root = tmp_path / "out"
+    nest(root / where)
+    with Subscriber(url, targets.folder(root, keep=1)) as subscriber:
+        assert subscriber.sync().version == 0
+    assert not (root / where).exists()
+    assert os.listdir(root / ".sparserl") == []
+
+
+def test_folders_that_are_too_deep_are_not_copied(url: str, weights: dict[str, np.ndarray], tmp_path: Path) -> None:
+    """Somebody has put them into the current version, from which the next one is made."""
+    with (
+        Subscriber(url, targets.folder(tmp_path / "out")) as subscriber,
+        Publisher(url, weights, files={"config.json": b"{}"}, anchor_after=100) as publisher,
+    ):
+        subscriber.sync()
+        nest(tmp_path / "out" / "current")
+        weights["w"].reshape(-1)[0] += 1
+        publisher.publish()
+        with pytest.raises(CheckpointError, match="folders lie one in the other"):
+            subscriber.sync()
+
+
+def test_what_cannot_be_removed_stops_nobody(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that stays because the disk or somebody else keeps it is no reason not to open."""
+    (tmp_path / "out" / ".sparserl" / ("0" * 32)).mkdir(parents=True)
+
+    def keep(_: object, name: str) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", name)
+
+    monkeypatch.setattr(Folder, "rmdir", keep)
+    with Subscriber(url, targets.folder(tmp_path / "out")) as subscriber:
+        assert subscriber.sync().version == 0
 
 
 HELD = {

@@ -2,11 +2,13 @@
 
 import logging
 
+import numpy as np
 import pytest
 
-from sparserl import Publisher, Subscriber, targets
-from sparserl.errors import SessionError
+from sparserl import Publisher, Subscriber, targets, tensor_table
+from sparserl.errors import InvalidField, SessionError
 from sparserl.session.store import side_files
+from sparserl.session.store.records import Blob, FileChanges, RunRecord
 from sparserl.session.store.retention import faults, read_head, read_index, read_run
 from sparserl.session.store.squashing import squash_versions
 from sparserl.transport import open_store
@@ -263,3 +265,22 @@ def test_few_bytes_of_files_are_kept_in_memory(tmp_path, monkeypatch):
     captured = side_files.SideFiles(tmp_path, {"w": None}).capture()
     assert {name for name, file in captured.items() if isinstance(file.content, bytes)} == {"a", "c"}
     assert [file.blob.size for file in captured.values()] == [6, 6, 4, 100]
+
+
+def test_files_lie_in_few_folders(url, tmp_path):
+    """In 32, one in the other: a publisher refuses more when it is given them, a reader when a record has one."""
+    weights = {"w": np.zeros(4, np.float32)}
+    for depth in (1, 32):
+        with Publisher(url, weights, files={"d/" * depth + "x": b"1"}) as publisher:
+            publisher.publish()
+        with Subscriber(url, targets.folder(tmp_path / "out")) as subscriber:
+            subscriber.sync()
+        assert (tmp_path / "out" / "current" / ("d/" * depth + "x")).read_bytes() == b"1"
+    with pytest.raises(InvalidField, match="in at most 32 folders"):
+        Publisher(url, weights, files={"d/" * 33 + "x": b"1"})
+    run = RunRecord("0" * 16, 1.0, tensor_table(weights), {"d/" * 33 + "x": Blob("0" * 64, 1)})
+    with pytest.raises(InvalidField, match="files is"):
+        RunRecord.parse(run.to_bytes(), "it")
+    changes = FileChanges(1, {"d/" * 33 + "x": None})
+    with pytest.raises(InvalidField, match="files is"):
+        FileChanges.read(changes.record())

@@ -38,6 +38,7 @@ from .swap import swapping
 Stages = Callable[[str, int], Progress]  # called with the name of a stage and its bytes; returns its progress
 
 _COPY_BYTES = 1 << 27
+_MOST_FOLDERS = 100  # one in the other, that are copied
 _CANNOT_COPY_RANGE = frozenset(
     (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 )
@@ -323,6 +324,8 @@ def _walk(folder: Folder, below: str = "", above: tuple[tuple[int, int], ...] = 
     """The relative path of every file below a folder, sorted."""
     if folder.identity in above:
         raise CheckpointError(f"{folder.path} is a link to a folder that contains it")
+    if len(above) > _MOST_FOLDERS:
+        raise CheckpointError(f"{folder.path}: more than {_MOST_FOLDERS} folders lie one in the other")
     for name in folder.names():
         status = folder.status(name)
         mode = 0 if status is None else status.st_mode

@@ -193,7 +193,8 @@ class FolderTarget:
             if not building.lock():
                 raise CheckpointError(f"another process writes to {self.root}")
             for name in filter(_DRAFT.fullmatch, building.names()):
-                building.remove(name)
+                with contextlib.suppress(OSError):  # what cannot be removed harms nobody
+                    building.remove(name)
             folders = _OpenFolders(root, versions, building)
             folders.current  # noqa: B018  # refuses a link that is not ours
             stack.pop_all()

@@ -59,6 +59,7 @@ MOST_STEPS = 1 << 17
 MOST_LAYOUTS = 256  # that the versions of an index have, besides the first
 MOST_CHANGED_FILES = 1 << 16  # that an index names for all its versions together
 MOST_NOTE = 200  # characters
+_MOST_FOLDERS = 32  # one in the other, that a file lies in
 _RUN = re.compile(r"[0-9a-f]{16}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _HOLDING = re.compile(r"[0-9a-f]{16}")
@@ -175,7 +176,7 @@ def parse_layout(data: bytes, label: str) -> TensorTable:
 
 
 def _files(value: Any) -> dict[str, Blob]:
-    return {checked_file_name(name): read_blob(blob, MOST_FILE) for name, blob in value.items()}
+    return {_checked(name): read_blob(blob, MOST_FILE) for name, blob in value.items()}
 
 
 def require_files(sizes: Mapping[str, int], label: str) -> None:
@@ -301,7 +302,7 @@ class FileChanges(NamedTuple):
     def read(cls, record: Any) -> FileChanges:
         fields = Fields(dict(record), "index: files")
         version = fields.count("version")
-        files = fields.take("files", lambda v: {checked_file_name(n): PlacedFile.read(f) for n, f in v.items()})
+        files = fields.take("files", lambda v: {_checked(n): PlacedFile.read(f) for n, f in v.items()})
         fields.finish()
         return cls(version, files)
 
@@ -413,9 +414,16 @@ class StoreSnapshot:
 def file_name(name: str) -> str:
     """A name under which a file can travel: a path below the checkpoint, and nowhere else."""
     try:
-        return checked_file_name(name)
+        return _checked(name)
     except (ValueError, TypeError) as error:
-        raise InvalidField(f"{name!r} is not the name of a file below a checkpoint") from error
+        where = f"below a checkpoint, in at most {_MOST_FOLDERS} folders"
+        raise InvalidField(f"{name!r} is not the name of a file {where}") from error
+
+
+def _checked(name: Any) -> str:
+    if checked_file_name(name).count("/") > _MOST_FOLDERS:
+        raise ValueError(name)
+    return str(name)
 
 
 def read_run_id(fields: Fields, name: str) -> str:

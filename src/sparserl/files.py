@@ -148,33 +148,27 @@ class Folder:
 
     def remove(self, name: str) -> None:
         """Remove a name, if it exists: a folder with everything in it, however deep, of a link only the link."""
-        if not self._is_folder(name):
-            with contextlib.suppress(FileNotFoundError):
-                self.unlink(name)
+        try:
+            status = os.stat(name, dir_fd=self._handle, follow_symlinks=False)
+        except FileNotFoundError:
             return
-        with self._itself(name) as folder:
+        if not stat.S_ISDIR(status.st_mode):
+            self.unlink(name)
+            return
+        with Folder(os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=self._handle), self.path / name) as folder:
             left = folder.names()
             while left:
                 last = left.pop()
-                if not folder._is_folder(last):
+                below = folder.status(last)
+                if below is None or not stat.S_ISDIR(below.st_mode):
                     folder.unlink(last)
                     continue
-                with folder._itself(last) as inner:
-                    for deeper in inner.names():  # what is in a folder in this one is moved to this one
+                with folder.folder(last) as inner:
+                    for deeper in inner.names():  # moved up, so that no more than two folders are open
                         left.append(secrets.token_hex(16))
                         inner.rename(deeper, folder, left[-1])
                 folder.rmdir(last)
         self.rmdir(name)
-
-    def _is_folder(self, name: str) -> bool:
-        try:
-            return stat.S_ISDIR(os.stat(name, dir_fd=self._handle, follow_symlinks=False).st_mode)
-        except FileNotFoundError:
-            return False
-
-    def _itself(self, name: str) -> Folder:
-        """A folder in this one that is not a link."""
-        return Folder(os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=self._handle), self.path / name)
 
     def sync(self) -> None:
         """Make the names in this folder survive a power cut."""

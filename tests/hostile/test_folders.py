@@ -305,7 +305,9 @@ def nest(folder: Path, depth: int = 1200) -> None:
     os.close(handle)
 
 
-@pytest.mark.parametrize("where", [f".sparserl/{'0' * 32}", f".sparserl/old-{'1' * 32}", f"versions/{'2' * 16}-{7:012d}"])
+@pytest.mark.parametrize(
+    "where", [f".sparserl/{'0' * 32}", f".sparserl/old-{'1' * 32}", f"versions/{'2' * 16}-{7:012d}"]
+)
 def test_folders_are_removed_however_deep_they_are(where: str, url: str, tmp_path: Path) -> None:
     """A target opens and prunes, whatever lies in its folders."""
     root = tmp_path / "out"
@@ -313,7 +315,33 @@ def test_folders_are_removed_however_deep_they_are(where: str, url: str, tmp_pat
     with Subscriber(url, targets.folder(root, keep=1)) as subscriber:
         assert subscriber.sync().version == 0
     assert not (root / where).exists()
-    assert os.listdir(root / ".sparserl") == []
+    assert not any((root / ".sparserl").iterdir())
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_old_versions_are_pruned(keep: int, weights: dict[str, np.ndarray], tmp_path: Path) -> None:
+    """At each commit all but the newest few go, never the current one; what a killed process left goes at the start."""
+    versions = tmp_path / "out" / "versions"
+    target = targets.folder(tmp_path / "out", keep=keep)
+    with (
+        Publisher(tmp_path / "store", weights) as publisher,
+        Subscriber(publisher.store, target) as subscriber,
+    ):
+        for version in range(5):
+            weights["w"][version] += 1
+            publisher.publish()
+            subscriber.sync()
+            kept = [f"{publisher.run}-{number:012d}" for number in range(max(0, version + 1 - keep), version + 1)]
+            assert sorted(path.name for path in versions.iterdir()) == kept
+            assert target.current.resolve().name == kept[-1]
+    for number in range(4):
+        shutil.copytree(versions / kept[-1], versions / f"{kept[0]}.{number:08x}")
+    os.utime(versions / kept[-1], (0, 0))  # the current one is not the newest on disk
+    with Subscriber(tmp_path / "store", target) as subscriber:
+        assert subscriber.sync() is None
+        assert subscriber.version == 4
+    assert len([*versions.iterdir()]) == keep
+    assert (target.current / "model.safetensors").exists()
 
 
 def test_folders_that_are_too_deep_are_not_copied(url: str, weights: dict[str, np.ndarray], tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_what_many_receivers_cost(tmp_path, monkeypatch):
 
 
 def test_parts_that_are_too_many_harm_nobody_else(tmp_path, monkeypatch):
-    """Those of the others are cut along; records that there is no room for are not read again, until somebody leaves."""
+    """Patches are cut along those of others. What there is no room for is not read again, until somebody leaves."""
     monkeypatch.setattr(receivers, "MOST_PLACES", 6)
     store = Counting(str(tmp_path))
     weights = {"w": np.zeros((64, 2), np.float32)}

@@ -89,7 +89,7 @@ def test_columns_and_what_a_place_touches():
 
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 100, 127, 128])
 def test_many_receivers(count):
-    """Each of as many as there may be finds a name that stands for its cells, with at most one other; no stranger does."""
+    """Each finds a name that stands for its cells, and for those of at most one other; a stranger finds none."""
     rows = table_of(memories({"w": np.zeros((MOST_HOLDINGS, 2), np.float32)}))
     every = [sha256(bytes([i])).hexdigest()[:16] for i in range(MOST_HOLDINGS)]
     lists = {name: [(0, Region((i, 0), (1, 2)))] for i, name in enumerate(sorted(every)[:count])}

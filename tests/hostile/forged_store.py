@@ -9,6 +9,19 @@ import sparserl
 from sparserl import Digest
 from sparserl.session.store import records, signing
 from sparserl.weights.table import TensorTable
+from sparserl.wire.cursor import CHECKSUM_BYTES, Cursor, checksum
+
+
+def twin(bucket: bytes) -> bytes:
+    """Other bytes, as many, with a right checksum, that decode to the same bits: only their hash tells them apart."""
+    body = bytearray(bucket[:-CHECKSUM_BYTES])
+    cursor = Cursor(memoryview(body)[24:], "a bucket")
+    cursor.numbers(2, "entries", 1 << 40)
+    at = 24 + cursor.offset  # the size of tiles, which dense entries have not
+    if body[at + 2]:  # estimates: the bytes of the first
+        at += 4
+    body[at] ^= 1
+    return bytes(body) + checksum(body)
 
 
 class Forged:

@@ -528,4 +528,11 @@ MUTANTS = (
         'trouble = f"the parts of a receiver cannot be used: {own}"\nbreak',
         Tests("session/test_holding_records.py", "many_receivers_cost"),
     ),
+    Mutant(
+        "any bucket with the right digest is taken",
+        "session/store/coming.py",
+        "require_hash(data, blob.hash, name)\nreturn data",
+        "return data",
+        Tests("session/test_bucket_hashes.py", "refuses_them or continue_from or anything_else"),
+    ),
 )

@@ -45,9 +45,13 @@ class Folder:
     @classmethod
     def open(cls, root: Path, below: str = "", *, make: bool = False, links: bool = False) -> Folder:
         """The folder at a path, which may be a link, or one below it; `make` creates those that are missing."""
-        if make:
-            _make(root)
-        with cls(os.open(root, _FOLDER), root, links) as folder:
+        try:
+            if make:
+                _make(root)
+            handle = os.open(root, _FOLDER)
+        except ValueError as error:
+            raise OSError(errno.EINVAL, f"no path can be so: {error}", repr(root)) from None
+        with cls(handle, root, links) as folder:
             return folder.below(below, make=make)
 
     def below(self, path: str, *, make: bool = False) -> Folder:

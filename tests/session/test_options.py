@@ -37,6 +37,7 @@ BAD_OPTIONS = [
     ("threads", 1.5, "an integer"),
     ("profile", "zip", "'auto', 'raw', 'gap', 'ulp', 'ctx'"),
     ("link", "quick", "25Gbit"),
+    ("link", 5, "25Gbit"),
     ("baseline", "disk", "'auto', 'host', 'device', 'none'"),
     ("memory", -1, "0 or more"),
     ("timeout", 0, "a positive number of seconds"),

@@ -5,7 +5,8 @@ import pytest
 
 import sparserl
 from sparserl import Publisher, Subscriber, targets
-from sparserl.errors import SessionError, WeightsError
+from sparserl.errors import ChainError, SessionError, SparserlError, StoreError, WeightsError
+from sparserl.transport import open_store
 from sparserl.transport.stores.folder import FolderStore
 from tests.session.policy import Policy
 
@@ -212,3 +213,66 @@ def test_state_saves_fetching_the_anchor(url, tmp_path):
             fetched[kind] = {name for name in store.names if "/manifests/" in name}
     assert anchor.kind == "anchor"
     assert (len(fetched["with state"]), len(fetched["without"])) == (1, 2)
+
+
+@pytest.mark.parametrize("url", [None, 5, 1.5, [], {}, object(), b"store", "ftp://host/x"])
+def test_what_is_no_store_is_refused(url, tmp_path, monkeypatch):
+    """Alike wherever a store is given, and nothing is made of its name."""
+    monkeypatch.chdir(tmp_path)
+    weights = Policy().weights
+    for use in (open_store, sparserl.pins, lambda url: Publisher(url, weights), lambda url: Subscriber(url, weights)):
+        with pytest.raises(StoreError, match="is not the URL of a store"):
+            list(use(url).list("")) if use is open_store else use(url)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a\ud800"])
+def test_paths_that_no_file_can_have(url, path, tmp_path, monkeypatch):
+    """They are refused as a path that does not exist is."""
+    monkeypatch.chdir(tmp_path)
+    weights = Policy().weights
+    with Publisher(url, weights) as publisher:
+        publisher.publish()
+    for use in (
+        lambda: Publisher(path, weights),
+        lambda: Publisher(url, weights, state=path),
+        lambda: Subscriber(path, weights).sync(),
+        lambda: Subscriber(url, targets.folder(path)).sync(),
+    ):
+        with pytest.raises(SparserlError, match="no path can be so"):
+            use()
+
+
+@pytest.mark.parametrize("key", [5, b"sparserl-secret-00", "sparserl-secret-00", ""])
+def test_what_is_no_key_is_refused(url, key):
+    weights = Policy().weights
+    with pytest.raises(SessionError, match="a secret key reads"):
+        Publisher(url, weights, signing_key=key)
+    with pytest.raises(SessionError, match="a public key reads"):
+        Subscriber(url, weights, trusted_keys=key)
+    with pytest.raises(SessionError, match="a public key reads"):
+        Subscriber(url, weights, trusted_keys=[key])
+
+
+@pytest.mark.parametrize("near", [None, 5, "http://neighbour:9000"])
+def test_neighbours_that_are_no_list_are_refused(url, near):
+    with pytest.raises(SessionError, match="must be a list of URLs"):
+        Subscriber(url, Policy().weights, near=near)
+
+
+def test_what_is_no_patch_is_refused():
+    """A list of patches, above all."""
+    patch = sparserl.diff(*({"w": np.full(4, number, np.float32)} for number in (0, 1)))
+    for wrong in ([patch], None, b"", "a.patch"):
+        for join in (sparserl.merge, sparserl.squash):
+            with pytest.raises(ChainError, match="is not a patch; write squash"):
+                join(wrong)
+            with pytest.raises(ChainError, match="is not a patch; write squash"):
+                join(patch, wrong)
+
+
+@pytest.mark.parametrize("link", [5, 1e9, b"25Gbit", []])
+def test_what_is_no_link_is_refused(link):
+    old, new = ({"w": np.full(4, number, np.float32)} for number in (0, 1))
+    with pytest.raises(SparserlError, match="is not a bandwidth; write"):
+        sparserl.diff(old, new, link=link)

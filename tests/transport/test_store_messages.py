@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,3 +143,20 @@ def test_a_damaged_head_says_how_to_replace_it(tmp_path: Path) -> None:
     (tmp_path / "head.json").write_bytes(b'{"half": ')
     with pytest.raises(FormatError, match=r"the head is damaged: .*new_run=True.*--new-run"):
         read_head(open_store(tmp_path))
+
+
+def test_one_error_is_printed_and_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the attempts before it nor what obstore dumps: a rank that fails prints one traceback."""
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    for store in (
+        open_store("s3://bucket/run", endpoint="http://127.0.0.1:1", retry=Retry(attempts=2, first=0.0), **S3),
+        open_store("http://127.0.0.1:1/run", retry=Retry(attempts=2, first=0.0)),
+    ):
+        with pytest.raises(Unavailable, match=r"(?i)gave up after 2 attempts.*refused") as raised:
+            read_head(store)
+        printed = "".join(traceback.format_exception(raised.value))
+        assert printed.count("Traceback") == 1
+        assert "Debug source" not in printed
+    with pytest.raises(StoreError) as raised_at_once:
+        open_store("s3://bucket/run", no_such_option=1, **S3)
+    assert "".join(traceback.format_exception(raised_at_once.value)).count("Traceback") == 1

@@ -61,7 +61,7 @@ def profile_names(profile: str, profiles: Collection[str] | None = None) -> tupl
 
 def chooser_for(link: Link | str, threads: int | None) -> Chooser:
     """What picks profiles for a link, by what is known of this machine."""
-    parsed = Link.parse(link) if isinstance(link, str) else link
+    parsed = link if isinstance(link, Link) else Link.parse(link)
     return Chooser(parsed, Speeds.load_or_built_in(thread_count(threads)))
 
 

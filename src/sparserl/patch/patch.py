@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from ..errors import ChainError
 from ..files import replacing
 from ..parallel import Progress
 from ..weights.digest import Digest
@@ -147,7 +148,11 @@ class Patch:
         return file.getvalue()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the patch to a file, which takes its name when it is whole."""
+        """Write the patch to a file, which takes its name when it is whole.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
         with replacing(Path(path)) as file:
             self._write(file)
 
@@ -326,7 +331,7 @@ def squash(
         True
     """
     patches = (first, *others)
-    contents = [patch.contents for patch in patches]
+    contents = _contents_of(patches)
     squashed = Patch(compose.squash(contents, base=base, digest=digest, profile=profile, to=to, threads=threads))
     return _with_files_of(squashed, patches, to)
 
@@ -357,7 +362,7 @@ def merge(first: Patch, *others: Patch, to: PatchPath | None = None) -> Patch:
         True
     """
     patches = (first, *others)
-    return _with_files_of(Patch(compose.merge([patch.contents for patch in patches], to=to)), patches, to)
+    return _with_files_of(Patch(compose.merge(_contents_of(patches), to=to)), patches, to)
 
 
 def file_changes(patches: Sequence[Patch]) -> dict[str, bytes | None]:
@@ -368,6 +373,13 @@ def file_changes(patches: Sequence[Patch]) -> dict[str, bytes | None]:
             changes.update(dict.fromkeys(patch.files.removed))
             changes.update(patch.files)
     return changes
+
+
+def _contents_of(patches: Sequence[Patch]) -> list[Contents]:
+    for patch in patches:
+        if not isinstance(patch, Patch):
+            raise ChainError(f"a {type(patch).__name__} is not a patch; write squash(*patches) or merge(*patches)")
+    return [patch.contents for patch in patches]
 
 
 def _with_files_of(patch: Patch, patches: Sequence[Patch], to: PatchPath | None) -> Patch:

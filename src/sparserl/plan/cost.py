@@ -44,7 +44,7 @@ class Link:
         >>> Link.parse("3GB/s", "20ms")
         Link(bits_per_second=24000000000.0, latency_s=0.02)
         """
-        match = _BANDWIDTH.fullmatch(text)
+        match = _BANDWIDTH.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise SparserlError(
                 f"{text!r} is not a bandwidth; write bits per second as 25Gbit, 100Mbit or 1e9, and bytes as 3GB/s"

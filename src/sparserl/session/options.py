@@ -77,7 +77,7 @@ class EncodingOptions:
 
     def __post_init__(self) -> None:
         require_choice("profile", self.profile, ("auto", *PROFILES))
-        if isinstance(self.link, str) and self.link != MEASURED:
+        if not (self.link is None or isinstance(self.link, Link) or self.link == MEASURED):
             Link.parse(self.link)
         require_threads(self.threads)
         require_callable("progress", self.progress)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +39,7 @@ class NeighbourOptions:
     token: str | None
 
     def __post_init__(self) -> None:
-        if isinstance(self.near, str):
+        if isinstance(self.near, str) or not isinstance(self.near, Iterable):
             raise SessionError(f"near is {self.near!r}; it must be a list of URLs")
         for url in self.near:
             if not str(url).lower().startswith(("http://", "https://")):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...errors import FormatError, NotFound, NotRetained, Refused, SessionError, StoreError, Unavailable, Untrusted
 from ...transport.stores.base import Store, exists
-from ...transport.stores.opening import open_store
+from ...transport.stores.opening import store_at
 from ..logs import log
 from ..options import require_count
 from ..receiver import RunVersion
@@ -109,7 +109,7 @@ def pins(url: str | Path | Store) -> list[Pin]:
 @contextlib.contextmanager
 def _writable(url: str | Path | Store) -> Iterator[Store]:
     """A store that pins can be written to; it is closed at the end if it was opened here."""
-    store = open_store(url) if isinstance(url, str | Path) else url
+    store = store_at(url)
     try:
         require_pinnable(store)
         yield store

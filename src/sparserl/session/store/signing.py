@@ -6,7 +6,7 @@ Head bytes are `{"body": …, "key": …, "signature": …}`: the body as text, 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,14 +40,14 @@ def public_key(secret: str) -> str:
 
 
 def _secret(text: str) -> Any:
-    match = _SECRET.fullmatch(text.strip())
+    match = _SECRET.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
         raise SessionError("a secret key reads sparserl-secret-… with 64 hexadecimal digits; make one with keygen")
     return _library().Ed25519PrivateKey.from_private_bytes(bytes.fromhex(match[1]))
 
 
 def _public(text: str) -> str:
-    match = _PUBLIC.fullmatch(text.strip())
+    match = _PUBLIC.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
         raise SessionError("a public key reads sparserl-public-… with 64 hexadecimal digits")
     return match[1]
@@ -61,7 +61,7 @@ def public_keys(keys: PublicKeys | None) -> tuple[str, ...] | None:
     """
     if keys is None:
         return None
-    texts = [keys] if isinstance(keys, str) else list(keys)
+    texts = [*keys] if isinstance(keys, Iterable) and not isinstance(keys, str) else [keys]
     if not texts:
         raise SessionError("trusted_keys is empty; give at least one public key, or None to accept what is not signed")
     return tuple(_public(text) for text in texts)

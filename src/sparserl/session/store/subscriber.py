@@ -17,7 +17,7 @@ from ...sources import PublishedSource
 from ...targets import Change, Prepared
 from ...transport.stores.base import Store, StoredObject
 from ...transport.stores.deadline import current, within
-from ...transport.stores.opening import open_store
+from ...transport.stores.opening import store_at
 from ...weights.digest import Digest
 from ...weights.table import TensorTable
 from ..arrival import Arrival
@@ -122,7 +122,7 @@ class Subscriber(Receiver):
         self._trusted_keys = trusted_keys
         self._pinned_run = None if run is None else run_id(run)
         self._progress = progress
-        store = open_store(url, token=token) if isinstance(url, str | Path) else url
+        store = store_at(url, token)
         self._callbacks.place = store.url
         self._callbacks.watch_retries(store)
         self.store = neighbours.around(store)

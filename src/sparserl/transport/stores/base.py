@@ -159,7 +159,7 @@ class Retry:
                 if attempt + 1 == self.attempts:
                     raise Unavailable(
                         f"{label}: gave up after {self.attempts} attempts; the last error was: {error}"
-                    ) from error
+                    ) from None
                 bound = min(self.longest, self.first * 2**attempt)
                 self.sleep(random.uniform(0, bound))  # noqa: S311  # jitter, not a secret
         raise AssertionError("unreachable")

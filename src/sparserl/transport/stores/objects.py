@@ -67,8 +67,8 @@ class ObjectStore:
         untyped_from_url: Any = from_url
         try:
             self._store: Any = untyped_from_url(url, client_options=client, retry_config={"max_retries": 0}, **options)
-        except Exception as error:
-            raise StoreError(f"{url}: {_short(error)}") from error
+        except Exception as error:  # noqa: BLE001  # its dump is left out
+            raise StoreError(f"{url}: {_short(error)}") from None
 
     def get(self, name: str, max_bytes: int) -> StoredObject:
         stored = self._get(name, max_bytes, None)
@@ -191,8 +191,8 @@ class ObjectStore:
             answer = deadline.result(future, label)
         except SparserlError:
             raise
-        except Exception as error:
-            raise self._translated(error, label) from error
+        except Exception as error:  # noqa: BLE001  # its dump is left out
+            raise self._translated(error, label) from None
         finally:
             future.cancel()
         self._has_answered = True
@@ -294,4 +294,7 @@ def _version(tag: str) -> dict[str, str]:
 
 
 def _short(error: BaseException) -> str:
-    return " ".join(str(error).partition("Debug source:")[0].split())[:300]
+    """The words of an error of obstore, and of the innermost reason in the dump that follows them."""
+    text, _, dump = str(error).partition("Debug source:")
+    reasons = re.findall(r'\b(?:message|error): "([^"\\]+)"', dump)[-1:]
+    return ": ".join(" ".join(part.split())[:300] for part in (text, *reasons))

@@ -15,23 +15,24 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 OBJECT_STORAGE = ("s3", "gs", "az")
 
 
-def scheme_of(url: str | Path) -> str:
+def scheme_of(url: object) -> str:
     """The scheme of a store's URL, in lower case; `file` for a path.
 
     Raises:
-        StoreError: It is no URL of a store, but too much like one to be a path.
+        StoreError: It is no URL of a store, but too much like one to be a path; or it is no text at all.
     """
+    is_text = isinstance(url, str | os.PathLike)
     text = str(url)
     scheme, separator, rest = text.partition("://")
-    if not separator and not _SCHEME.match(text):
+    if is_text and not separator and not _SCHEME.match(text):
         if not text:
             raise StoreError("the URL of a store is empty")
         return "file"
     scheme = scheme.lower()
-    if not rest or scheme not in ("file", "http", "https", *OBJECT_STORAGE):
+    if not is_text or not rest or scheme not in ("file", "http", "https", *OBJECT_STORAGE):
         raise StoreError(
-            f"{text!r} is not the URL of a store; write a path, file:///path, s3://bucket/path, gs://bucket/path, "
-            "az://container/path or https://host/path"
+            f"{text if is_text else url!r} is not the URL of a store; write a path, file:///path, s3://bucket/path, "
+            "gs://bucket/path, az://container/path or https://host/path"
         )
     return scheme
 
@@ -86,9 +87,18 @@ def open_store(
     return ObjectStore(url, retry=retry or Retry(), options=options)
 
 
+def store_at(url: str | Path | Store, token: str | None = None) -> Store:
+    """The store at a URL, or one that is open."""
+    if isinstance(url, str | Path):
+        return open_store(url, token=token)
+    if not hasattr(url, "url"):
+        scheme_of(url)  # refuses it
+    return url
+
+
 def open_writable(url: str | Path | Store) -> Store:
     """The store at a URL, or one that is open, which must be one that can be written to."""
-    store = open_store(url) if isinstance(url, str | Path) else url
+    store = store_at(url)
     if not store.writable:
         raise SessionError(f"{store.url} can only be read; publish to a folder or an object store")
     return store

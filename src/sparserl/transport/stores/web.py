@@ -131,7 +131,7 @@ class WebStore:
         except SparserlError:
             raise
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise Unavailable(f"{label}: {describe(error)}") from error
+            raise Unavailable(f"{label}: {describe(error)}") from None
         raise StoreError(f"{label} is redirected more than {_MAX_REDIRECTS} times")
 
     def _redirected(self, path: str, answer: Answer, label: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from sparserl.patch.measuring import synthetic
 from sparserl.record import Recorder, Recording
 from sparserl.record.counts import class_shift
 from sparserl.record.kinds import place
+from sparserl.record.page import page
 from sparserl.weights.dtypes import BY_NAME, Bits
 
 BF16 = BY_NAME["bfloat16"]
@@ -182,6 +184,47 @@ def test_other_tensors_are_refused(tmp_path: Path) -> None:
     recorder.observe(one, one, version=1)
     with pytest.raises(TensorMismatch, match="the syncs before"):
         recorder.observe(two, two, version=2)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"version":1', '"version":"x"'),
+        ('"time":', '"time":1e999,"was":'),
+        ('"index"', '"idx"'),
+        ('"auto"', '"other"'),
+        ('"keys":[', '"keys":[[],'),
+        ('"members":[', '"members":[1,'),
+        ('"changed":[', '"changed":[-'),
+        ('"changed":[', '"changed":[1,'),
+        ('"+1":', '"+1":null,"+3":'),
+        ('"names":["w"]', '"names":[5]'),
+        ('"seconds":{', '"seconds":{"x":1e999,'),
+        ('"meta":{', '"meta":' + "[" * 100_000 + "{"),
+    ],
+)
+def test_damaged_recordings(tmp_path: Path, old: str, new: str) -> None:
+    """They are refused when they are read, and not while a page is made of them."""
+    recorder = Recorder(tmp_path / "run.jsonl")
+    recorder.observe({"w": np.zeros(9, np.float32)}, {"w": np.ones(9, np.float32)}, version=1)
+    recorder.note(1, seconds={"commit": 1.0})
+    text = recorder.path.read_text()
+    assert old in text
+    recorder.path.write_text(text.replace(old, new))
+    with pytest.raises(SparserlError, match="is not a recording"):
+        Recording.read(recorder.path)
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_no_number(tmp_path: Path, reward: float) -> None:
+    """It is left out; the page shows the others."""
+    recorder = Recorder(tmp_path / "run.jsonl")
+    for version in range(3):
+        recorder.observe({"w": np.zeros(9, np.float32)}, {"w": np.ones(9, np.float32)}, version=version)
+        recorder.note(version, reward=reward if version == 1 else 1.0)
+    found = Recording.read(recorder.path)
+    assert found.rewards == {0: 1.0, 2: 1.0}
+    assert page(found).startswith("<!DOCTYPE html>")
 
 
 def test_broken_files(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 
 from ..errors import SparserlError
 from .recorder import FORMAT
+from .statistics import PARTS
+
+_MOST_SECONDS = 1e11  # since 1970, and of anything that takes time
 
 
 @dataclass(frozen=True)
@@ -119,10 +123,10 @@ class Recording:
             first, *rest = [json.loads(line) for line in lines]
             if first["kind"] != "run" or first["format"] != FORMAT:
                 raise SparserlError(f"{path} is not a recording of this release")
-            recording = cls(first["meta"], first["time"], cut=cut)
+            recording = cls(first["meta"], _finite(first["time"]), cut=cut)
             for line in rest:
                 recording._add(line)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise SparserlError(f"{path} is not a recording: {error!r}") from error
         return recording
 
@@ -148,15 +152,39 @@ class Recording:
             return
         if kind == "tensors":
             precision = line.pop("precision")
-            self.tensors[precision] = Tensors(**line)
+            self.tensors[precision] = tensors = Tensors(**line)
+            "".join(tensors.names)  # which are text
             return
         version = line["version"]
         for stage, seconds in line.pop("seconds", {}).items():
             stages = self.seconds.setdefault(version, {})
-            stages[stage] = max(seconds, stages.get(stage, 0.0))
+            stages[stage] = max(_finite(seconds), stages.get(stage, 0.0))
         for name, number in line.pop("numbers", {}).items():
-            self.numbers.setdefault(name, {})[version] = number
+            if math.isfinite(number):  # a reward that is not a number has no place in a chart
+                self.numbers.setdefault(name, {})[version] = number
         if "sent" in line:
             self.sent[version] = PublishedSizes(**line.pop("sent"))
         if kind == "sync":
-            self.syncs.append(Sync(elements=sum(self.tensors[line["precision"]].elements), **line))
+            tensors = self.tensors[line["precision"]]
+            sync = Sync(elements=sum(tensors.elements), **line)
+            _require_columns(sync, tensors)
+            self.syncs.append(sync)
+
+
+def _finite(number: float) -> float:
+    if not abs(number) < _MOST_SECONDS:
+        raise ValueError(f"{number!r} seconds")
+    return number
+
+
+def _require_columns(sync: Sync, tensors: Tensors) -> None:
+    """Refuse a sync whose columns are not those of its tensors, magnitudes and profiles, or hold other than numbers."""
+    columns: list[list[Any]] = [sync.changed, [sync.version, sync.dense_bytes, sync.again, sync.ever]]
+    columns += [[sync.profiles["auto"][part] for part in PARTS], [*sync.steps.values()]]
+    columns += [[sizes[part] for part in PARTS] for sizes in sync.profiles.values()]
+    for classes in sync.classes.values():
+        rows = zip(classes["keys"], classes["members"], classes["changed"], strict=True)
+        columns += map(list, rows)
+    numbers = [number for column in columns for number in column]
+    if len(sync.changed) != len(tensors.names) or any(type(n) is not int or not 0 <= n < 1 << 63 for n in numbers):
+        raise ValueError(f"version {sync.version!r} is damaged")

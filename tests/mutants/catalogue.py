@@ -1,17 +1,45 @@
-"""All mutants, one module for each room of the package, and where their code stands."""
+"""All mutants, one module for each room of the package and one for receivers, and where their code stands."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
 
-from . import codec, integrations, kernels, modules, patch, plan, session, sources, targets, transport, weights, wire
+from . import (
+    codec,
+    integrations,
+    kernels,
+    modules,
+    patch,
+    plan,
+    receivers,
+    session,
+    sources,
+    targets,
+    transport,
+    weights,
+    wire,
+)
 from .mutant import Mutant
 from .tokens import places_of, tokens_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "sparserl"
-ROOMS = (modules, weights, kernels, codec, wire, plan, patch, sources, targets, transport, session, integrations)
+ROOMS = (
+    modules,
+    weights,
+    kernels,
+    codec,
+    wire,
+    plan,
+    patch,
+    sources,
+    targets,
+    transport,
+    session,
+    receivers,
+    integrations,
+)
 MUTANTS = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)
 
 

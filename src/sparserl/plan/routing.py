@@ -10,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..codec.profile import Counts
+from ..errors import WeightsError
 from ..weights.boxes import select
 from ..weights.dtypes import DType, UIntArray
+from ..weights.local import LocalWeights
 from ..weights.region import Region, whole
 from ..weights.table import TensorTable
 from .changes import Changes, Dense
@@ -83,15 +85,28 @@ def _as_dense(changes: Changes, e: int, part: slice, table: TensorTable) -> Iter
     """One dense entry, or several where it is larger than a bucket should be."""
     assert changes.bits is not None
     bits = changes.bits(e).copy()
+    positions = changes.positions[part]
+    _require_same(changes, e, part, bits)
     begin = 0
     for region in _regions(changes, e, BUCKET_PAYLOAD_BYTES // changes.dtype.width, table):
         numel = bits.size if region is None else region.numel
-        positions = changes.positions[part]
         count = int(np.diff(np.searchsorted(positions, np.array([begin, begin + numel], np.uint32)))[0])
         if count:
             dense = Dense((int(changes.tensor[e]), region), count, bits[begin : begin + numel])
             yield replace(_columns(changes, [], numel), dense=[dense])
         begin += numel
+
+
+def _require_same(changes: Changes, e: int, part: slice, bits: UIntArray) -> None:
+    """Refuse the bits of an entry, read once more, that are not those in which changes were found."""
+    is_same = changes.after is None or np.array_equal(bits[changes.positions[part]], changes.after[part])
+    if isinstance(changes.base, LocalWeights):
+        old = changes.base.bits(int(changes.tensor[e]), changes.region[e])
+        is_same &= np.count_nonzero(bits != old) == changes.count[e]
+    if not is_same:
+        raise WeightsError(
+            "the weights changed while they were published or compared: nothing may write to them until that is done"
+        )
 
 
 def _split(changes: Changes, table: TensorTable, bits: float) -> Iterator[Changes]:

@@ -56,7 +56,7 @@ class Callbacks(Callback):
         self._logged: set[int] = set()  # those that have raised once
 
     def published(self, report: SyncReport) -> None:
-        log_version("published", self.place, report)
+        log_version("published" if report.version else f"new run {report.run}: published", self.place, report)
         self._call("published", report)
 
     def committed(self, report: SyncReport) -> None:

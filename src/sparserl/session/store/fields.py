@@ -74,7 +74,8 @@ def parse(data: bytes, label: str, bound: Bound = SMALL) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise InvalidField(f"{label} is not a JSON object")
     if record.get("format") != FORMAT:
-        raise UnsupportedFormat(f"{label}: format {record.get('format')!r}; this release reads {FORMAT}")
+        kind = UnsupportedFormat if isinstance(record.get("format"), int) else InvalidField
+        raise kind(f"{label}: format {record.get('format')!r}; this release reads {FORMAT}")
     return record
 
 

@@ -261,3 +261,14 @@ def test_squash_in_a_store(here: Path) -> None:
     said("fsck", URL, "--trusted-key", "key.pub")
     said("follow", URL, "-o", "out", "--once", "--trusted-key", "key.pub")
     assert same(here / "out", W[2])
+
+
+def test_publishing_to_a_run_without_a_head(here: Path) -> None:
+    """It is refused and says what to do; a new run that is asked for deletes nothing of the old one."""
+    (here / "store" / HEAD).unlink()
+    before = tree(here / "store")
+    told = failed("publish", "0", URL, "--keep-all", "--signing-key", "key")
+    assert "has no head.json. To go on with run " in told
+    assert "(on the command line, --new-run)" in told
+    said("publish", "0", URL, "--new-run", "--grace", "0s", "--anchor-after", 0)
+    assert before.keys() - {HEAD} <= tree(here / "store").keys()

@@ -240,7 +240,7 @@ def test_a_state_folder_that_serves_two_stores(url, tmp_path):
     for place, run in runs.items():
         with Publisher(place, trainer, state=tmp_path / "state") as publisher:
             assert (publisher.run, publisher.version) == (run, 0)
-    assert len(list((tmp_path / "state").iterdir())) == 2
+    assert len(list((tmp_path / "state").glob("anchor-*"))) == 2
 
 
 @pytest.mark.parametrize("state", ["a file", "below a file"])
@@ -350,6 +350,7 @@ GARBAGE = {
     "nothing": b"",
     "an array": b"[]",
     "no body": b'{"format":1}',
+    "no format": b'{"body":"{}"}',
     "70 kB": b" " * 70_000,
     "deep": b"[" * 60_000,
 }
@@ -357,7 +358,7 @@ GARBAGE = {
 
 @pytest.mark.parametrize("kind", GARBAGE)
 def test_garbage_in_place_of_the_head(url, tmp_path, kind):
-    """It does not lock out a publisher with a key: that goes on, or begins a new run after a restart."""
+    """It does not stop a publisher that runs. After a restart, only a new run that was asked for takes its place."""
     secret, public = signing.keygen()
     trainer = weights()
     head = tmp_path / "store" / "head.json"
@@ -373,7 +374,9 @@ def test_garbage_in_place_of_the_head(url, tmp_path, kind):
     assert subscriber.sync().version == 1
     publisher.close()
     head.write_bytes(GARBAGE[kind])
-    with Publisher(url, trainer, signing_key=secret, state=tmp_path / "state") as again:
+    with pytest.raises(SessionError, match=rf"has a damaged head.* run {publisher.run}, put back a copy of head\.json"):
+        Publisher(url, trainer, signing_key=secret, state=tmp_path / "state")
+    with Publisher(url, trainer, signing_key=secret, state=tmp_path / "state", new_run=True) as again:
         assert again.publish().version == 0
     subscriber.sync()
     assert subscriber.run == again.run

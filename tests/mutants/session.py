@@ -8,8 +8,8 @@ MUTANTS = (
     Mutant(
         "garbage is collected under pins",
         "session/store/retention.py",
-        "for pinned in steps_of_pins(store, intact_pins(store)):",
-        "for pinned in steps_of_pins(store, ()):",
+        "for pinned in steps_of_pins(store, intact_pins(store), warn):",
+        "for pinned in steps_of_pins(store, (), warn):",
         Tests("session/test_pins.py", "new_run_keeps"),
     ),
     Mutant(
@@ -285,9 +285,30 @@ MUTANTS = (
     Mutant(
         "a run that cannot be continued is replaced without a word",
         "session/store/head.py",
-        'if self.obstacle is not None:\n    raise SessionError(f"{self._store.url} {self.obstacle}. {HOW_TO_REPLACE}")',
-        "",
+        "if self._first.obstacle is not None or (runs and self._first.tag is None):",
+        "if runs and self._first.tag is None:",
         Tests("session/test_silence.py", "unsigned_run"),
+    ),
+    Mutant(
+        "what an earlier run was needed for counts from when it was written",
+        "session/store/retention.py",
+        "age = now - max(item.time, replaced.get(run, item.time))",
+        "age = now - item.time",
+        Tests("session/test_earlier_runs.py", "what_a_new_run_replaces"),
+    ),
+    Mutant(
+        "a run without a head is no run",
+        "session/store/head.py",
+        "runs = runs_with_versions(self._store) if self._first.is_lost else ()",
+        "runs = ()",
+        Tests("session/test_earlier_runs.py", "head_is_lost and gone"),
+    ),
+    Mutant(
+        "weights that change while they are published go unnoticed",
+        "plan/routing.py",
+        "if not is_same:",
+        "if False:",
+        Tests("session/test_earlier_runs.py", "test_weights_that_change"),
     ),
     Mutant(
         "bits alone tell which files are held",

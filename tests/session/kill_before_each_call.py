@@ -11,13 +11,16 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 import sparserl
-from sparserl.errors import NotFound
+from sparserl.errors import NotFound, SessionError
 from sparserl.session.store.records import HeadRecord
 from sparserl.session.store.retention import faults, read_head
 from sparserl.session.store.stored_run import StoredRun
 from sparserl.targets import folder
 from sparserl.transport.stores.folder import FolderStore
+from sparserl.weights.dtypes import Bits
 from tests.session.killed_processes import (
     FILES,
     Fuse,
@@ -27,6 +30,7 @@ from tests.session.killed_processes import (
     current,
     ended,
     fork,
+    has_lost_head,
     no_drafts,
     publish,
     settled,
@@ -52,13 +56,21 @@ class Kills:
 
     def publish(self, times: int = 1) -> None:
         """The life of a publisher."""
-        weights = weights_at(0)
-        publisher = sparserl.Publisher(
-            f"file://{self.store}", weights, files=FILES, state=self.state, threads=1, **self.options
-        )
+        publisher, weights = self.start()
         for _ in range(times):
             self.n += 1
             publish(publisher, weights, self.n, self.journal)
+
+    def start(self) -> tuple[sparserl.Publisher, dict[str, Bits]]:
+        """A publisher and its weights; where a first version may have been lost, it is told to begin a new run."""
+        url = f"file://{self.store}"
+        weights = weights_at(0)
+        options = {"files": FILES, "state": self.state, "threads": 1, **self.options}
+        is_lost = has_lost_head(FolderStore(self.store))
+        if is_lost:
+            with pytest.raises(SessionError, match=r"has no head\.json.*new_run=True"):
+                sparserl.Publisher(url, weights, **options)
+        return sparserl.Publisher(url, weights, new_run=is_lost, **options), weights
 
     def subscribe(self) -> None:
         """The life of a subscriber with a folder."""
@@ -101,6 +113,7 @@ class Kills:
             head = self.head()
             old = head is None if case == "first" else head is not None and head.version == 2
             self.total["old" if old else "new"] += 1
+            self.total["lost heads"] += has_lost_head(FolderStore(self.store))
             self.total["drafts"] += any(p.is_file() and p.name != "lock" for p in (self.store / ".tmp").rglob("*"))
             if head is not None:
                 synced(f"file://{self.store}", self.journal)
@@ -116,8 +129,8 @@ class Kills:
             settled(store)
             store.close()
             no_drafts(self.store)
-            [anchor] = [p.name for p in self.state.iterdir()]
-            assert anchor.startswith("anchor-"), kill
+            kept = sorted(p.name.partition("-")[0] for p in self.state.iterdir())
+            assert kept == ["anchor", "head"], kill
             self.total.update(check(self.journal))
             if lived:
                 break

@@ -24,9 +24,10 @@ import pytest
 
 import sparserl
 import sparserl.transport.stores.folder
-from sparserl.session.store.retention import collect, faults, needed, read_head
+from sparserl.session.store.records import HEAD
+from sparserl.session.store.retention import collect, faults, needed, read_head, runs_with_versions
 from sparserl.sources import open_checkpoint
-from sparserl.transport.stores.base import COMING, Store
+from sparserl.transport.stores.base import COMING, Store, exists
 from sparserl.weights.dtypes import Bits
 from sparserl.weights.memory import Weights
 from sparserl.weights.tensors import memories
@@ -231,6 +232,11 @@ def settled(store: Store) -> None:
     head, _ = read_head(store)
     left = {item.name for item in store.list("")} - {COMING}  # what was announced last
     assert left == needed(store, head), left ^ needed(store, head)
+
+
+def has_lost_head(store: Store) -> bool:
+    """Whether a first publish was killed between its index and its head, so that a new run must be asked for."""
+    return not exists(store, HEAD) and bool(runs_with_versions(store))
 
 
 def no_drafts(root: Path) -> None:

@@ -39,6 +39,7 @@ from tests.session.killed_processes import (
     current,
     ended,
     fork,
+    has_lost_head,
     no_drafts,
     publish,
     settled,
@@ -126,6 +127,7 @@ class Soak(Lives):
                 grace=grace,
                 lease=1.0,
                 threads=1,
+                new_run=has_lost_head(self.store()),
             )
             for n in range(10**6):
                 if n == times or (times is None and time.monotonic() > end):
@@ -245,7 +247,7 @@ class Soak(Lives):
         if self.server is None:
             no_drafts(self.root / "store")
         left = sorted(p.name for p in (self.root / "state").iterdir())
-        assert [name.partition("-")[0] for name in left] == ["anchor"], left
+        assert [name.partition("-")[0] for name in left] == ["anchor", "head"], left
 
 
 def soak(kills: int, kind: str, seed: int, root: Path, lives: type[Lives] = Soak) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from sparserl.errors import NotFound
 from sparserl.session.store.retention import read_head
 from sparserl.weights.region import Region
 from sparserl.weights.shards import Part, Shards
-from tests.session.killed_processes import FILES, ended, fork, settled, sha, synced, weights_at
+from tests.session.killed_processes import FILES, ended, fork, has_lost_head, settled, sha, synced, weights_at
 from tests.session.soak import Lives, main
 
 VERSIONS = 4  # that a life publishes if nothing ends it
@@ -66,7 +66,14 @@ class WriterSoak(Lives):
         dist.init_process_group("gloo", init_method=f"file://{self.root}/init-{life}", rank=rank, world_size=size)
         trainer = Trainer(life * 10_000, rank, size)
         publisher = sparserl.Publisher(
-            self.store(), trainer, files=FILES, writers=dist.group.WORLD, threads=1, timeout=120, **options
+            self.store(),
+            trainer,
+            files=FILES,
+            writers=dist.group.WORLD,
+            threads=1,
+            timeout=120,
+            new_run=has_lost_head(self.store()),
+            **options,
         )
         for n in range(trainer.n, trainer.n + VERSIONS):
             trainer.n = n

@@ -1,5 +1,6 @@
 """Nothing is lost, replaced or waited for without a word: what sessions refuse, raise and log."""
 
+import errno
 import re
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 import sparserl
 from sparserl import Publisher, Subscriber, targets
-from sparserl.errors import SessionError, TensorMismatch, Unavailable, WeightsError
+from sparserl.errors import SessionError, StoreError, TensorMismatch, Unavailable, WeightsError
 from sparserl.session import logs
 from sparserl.transport.stores.versioned import split_version
 from tests.cli.session_commands import invoke
@@ -95,7 +96,7 @@ def test_every_version_is_logged(url, log):
         report = publisher.publish()
     Subscriber(url, policy.empty()).sync()
     published, committed = log("INFO")
-    assert published == f"{url}: published {report}"
+    assert published == f"{url}: new run {report.run}: published {report}"
     assert committed.startswith(f"{url}: committed version 0: anchor, ")
     assert log("WARNING") == []
 
@@ -106,17 +107,18 @@ def test_failed_upkeep_is_logged_printed_and_counted(url, log, monkeypatch):
     from sparserl.session.store import maintenance
 
     def fail(*_args, **_options):
-        raise OSError("No space left on device")
+        raise StoreError("cannot be written") from OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(maintenance, "collect", fail)
     registry = prometheus_client.CollectorRegistry()
     callbacks = [sparserl.metrics.Prometheus(registry=registry)]
-    with Publisher(url, Policy().weights, callbacks=callbacks) as publisher:
+    with Publisher(url, Policy().weights, callbacks=callbacks, anchor_after=0.0) as publisher:
+        assert publisher.publish().notes == ()
         report = publisher.publish()
     [note] = report.notes
-    assert "No space left on device" in note
+    assert "cannot be written. `sparserl gc` with a short --grace frees space" in note
     assert str(report).splitlines()[1] == f"note: {note}"
-    assert log("WARNING") == [f"{url}: version 0: {note}"]
+    assert log("WARNING") == [f"{url}: version 1: {note}"]
     assert registry.get_sample_value("sparserl_upkeep_failures_total") == 1
 
 

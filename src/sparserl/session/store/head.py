@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from ...errors import Fenced, FormatError, NotFound, Refused, SessionError, Unavailable, UnsupportedFormat, Untrusted
 from ...transport.stores.base import Store
-from ..logs import log
 from . import signing
 from .fields import sha256
 from .records import (
@@ -27,7 +26,7 @@ from .records import (
     RunRecord,
     path,
 )
-from .retention import read_index
+from .retention import read_index, runs_with_versions
 from .signing import PublisherKeys
 from .writers import Writers
 
@@ -37,7 +36,7 @@ HOW_TO_REPLACE = (
     "To begin a new run, pass new_run=True (on the command line, --new-run); subscribers then fetch all weights again"
 )
 _SWAPS = 8  # attempts at a head whose replies are lost
-_MOST_GARBAGE = 1 << 26  # bytes in the place of a head that a publisher with a key takes for garbage, and replaces
+_MOST_GARBAGE = 1 << 26  # bytes in the place of a head that are taken for garbage
 
 
 class _LateSwap(Unavailable):
@@ -51,6 +50,11 @@ class _HeadRead(NamedTuple):
     tag: str | None
     is_garbage: bool = False
     obstacle: str | None = None  # what is there instead of a head that we accept, in words
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nothing is there that a publisher has written."""
+        return self.tag is None or self.is_garbage
 
 
 class _OpenSwap(NamedTuple):
@@ -82,28 +86,16 @@ class HeadMove:
 class HeadWriter:
     """The head of a store, which this publisher (or rank 0 of several) may move.
 
-    first_head: the head that was there in the beginning; None where there was none, or none that our keys have signed.
-    obstacle: what was there instead of a head that our keys have signed, in words; None where there was nothing.
-    next_run_time: a new run must say that it began at this time or later, so that it is the later run, whatever the
-        clock.
+    next_run_time: a new run must say that it began at this time or later.
     """
 
-    def __init__(
-        self, store: Store, keys: PublisherKeys, writers: Writers, clock: Callable[[], float], new_run: bool = False
-    ) -> None:
+    def __init__(self, store: Store, keys: PublisherKeys, writers: Writers, clock: Callable[[], float]) -> None:
         self._store = store
-        self._replaces_garbage = new_run or keys.signing_key is not None
         self._keys = keys
         self._writers = writers
         self._clock = clock
         self._open_swap: _OpenSwap | None = None
-        head_read = self._read(0) if writers.rank == 0 else _HeadRead(None, None)
-        self.first_head = head_read.head
-        self.obstacle = head_read.obstacle
-        if head_read.is_garbage:
-            log.warning("%s has a damaged head: a new run begins", store.url)
-        self._tag = head_read.tag
-        self.next_run_time = 0.0 if self.first_head is None else _later(self.first_head.created)
+        self._begin(self._read(0) if writers.rank == 0 else _HeadRead(None, None))
 
     def move(self, move: HeadMove, steps: Steps, last_head: HeadRecord | None) -> None:
         """Make a version visible: the index, then the head, unless somebody else has moved it.
@@ -135,13 +127,18 @@ class HeadWriter:
         """The head that was there in the beginning, on every rank; None where the store has none.
 
         Raises:
-            SessionError: There is one that this publisher cannot continue.
+            SessionError: There is one that this publisher cannot continue, or there are versions without a head.
         """
 
         def first() -> HeadRecord | None:
-            if self.obstacle is not None:
-                raise SessionError(f"{self._store.url} {self.obstacle}. {HOW_TO_REPLACE}")
-            return self.first_head
+            runs = runs_with_versions(self._store) if self._first.is_lost else ()
+            if runs:
+                self._begin(self._read(1))  # their publisher may just have moved it
+            if self._first.obstacle is not None or (runs and self._first.tag is None):
+                obstacle = self._first.obstacle or f"has no {HEAD}"
+                put_back = f" To go on with run {' or '.join(runs)}, put back a copy of {HEAD}." if runs else ""
+                raise SessionError(f"{self._store.url} {obstacle}.{put_back} {HOW_TO_REPLACE}")
+            return self._first.head
 
         return self._writers.lead("read the head", first, _dump_head, _load_head)
 
@@ -149,6 +146,11 @@ class HeadWriter:
     def is_unsure(self) -> bool:
         """Whether a swap was not answered, or interrupted."""
         return self._open_swap is not None
+
+    @property
+    def has_run_to_leave(self) -> bool:
+        """Whether the store had a head that our keys accept; on rank 0."""
+        return self._first.head is not None
 
     def resolve(self) -> None:
         """Find out what became of a swap that was not answered, or interrupted."""
@@ -164,6 +166,12 @@ class HeadWriter:
         nonce = self._writers.lead("look back", worked_nonce, str.encode, bytes.decode)
         if open_swap is not None and nonce == open_swap.nonce:
             open_swap.finish()
+
+    def _begin(self, first: _HeadRead) -> None:
+        """Start from what is in the place of the head. A new run is later than the one that is left, by any clock."""
+        self._first = first
+        self._tag = first.tag
+        self.next_run_time = 0.0 if first.head is None else _later(first.head.created)
 
     def _finish(self, move: HeadMove, head: HeadRecord, index: Index) -> None:
         self._open_swap = None
@@ -213,9 +221,9 @@ class HeadWriter:
                 if tag == self._tag:
                     last_error = error
                     continue  # it did not get through
-                if is_garbage:
+                if is_garbage and last_head is not None:
                     self._tag = tag
-                    continue  # no publisher has written that
+                    continue  # no publisher has written that, and the run is ours
                 if stored is not None and (stored.nonce == head.nonce or _same_version(stored, last_head)):
                     self._tag = tag
                     return None if stored.nonce == head.nonce else stored
@@ -234,17 +242,17 @@ class HeadWriter:
     def _read(self, attempt: int) -> _HeadRead:
         """Read the head. With a key of our own, a head that no accepted key has signed is none of ours.
 
-        Nor is garbage, which anyone who can write to the store could lock us out with. A head of another format may be
+        Nor is garbage, which no publisher has written: it stops no publisher that runs. A head of another format may be
         that of a newer release, and is an error.
         """
         if attempt:
             time.sleep(min(2.0, 0.1 * 2**attempt))
         try:
-            data, tag = self._store.get(HEAD, _MOST_GARBAGE if self._replaces_garbage else MOST_HEAD)
+            data, tag = self._store.get(HEAD, _MOST_GARBAGE)
         except NotFound:
             return _HeadRead(None, None)
         if len(data) > MOST_HEAD:
-            return _HeadRead(None, tag, is_garbage=True)
+            return _HeadRead(None, tag, is_garbage=True, obstacle=f"has a damaged head of {len(data)} bytes")
         try:
             if self._keys.signing_key is None:
                 signing.require_unsigned(data, HEAD)
@@ -254,9 +262,7 @@ class HeadWriter:
         except UnsupportedFormat:
             raise
         except FormatError as error:
-            if not self._replaces_garbage:
-                raise type(error)(f"{self._store.url} has a damaged head: {error}. {HOW_TO_REPLACE}") from error
-            return _HeadRead(None, tag, is_garbage=True)
+            return _HeadRead(None, tag, is_garbage=True, obstacle=f"has a damaged head: {error}")
 
 
 def _foreign(data: bytes, error: Untrusted) -> str:

@@ -9,6 +9,7 @@ again. Where it takes longer than the publishes between two rungs, it goes on wi
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -43,6 +44,8 @@ from .transfer import Upload
 _STEPS = 256  # there are at most so many steps before another anchor is written
 _MOST_STEPS = 1024  # that an index keeps for the sake of subscribers that are far behind
 _THREADS = 1  # the trainer is at work meanwhile, and each thread more would make it wait for the interpreter's lock
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_HOW_TO_FREE = ". `sparserl gc` with a short --grace frees space, as does a publisher with a shorter grace"
 _SQUASH_SHARE = 0.9  # a squashed patch is kept if it takes less than this share of the patches it stands for
 
 
@@ -135,9 +138,15 @@ class Maintenance:
         to = upload.bucket_list(keep=self.saves_anchors, memory_bytes=SPOOL_BYTES)
         return anchor_of(weights, self._encoding, to, upload.holdings)
 
+    def leave_run(self) -> None:
+        """A new run is about to replace that of the store: what is too old goes while the head leads to the rest."""
+        if self._options.keep_anchors is not None:
+            self._try(self._collect)
+
     def begin_layout(self, anchor: Patch, run: str, version: int) -> None:
         """A new run, or other tensors, are about to begin: save the anchor first, for whoever is killed after that."""
-        self._ladder = Ladder(*self._rungs)  # a thread that is at work keeps the other one
+        self.finish()  # upkeep of what was before would take its own anchor for the one to keep
+        self._ladder = Ladder(*self._rungs)
         if (saved_anchor := self._saved_anchor) is not None:
             self._try(lambda: saved_anchor.save(anchor, run, version))
 
@@ -184,6 +193,7 @@ class Maintenance:
 
         anchor: one of the version, where it had to be made already.
         """
+        self._try(self._keep_head)
         due = _Due(version, None if anchor is None else (version.head.version, anchor))
         self._is_anchor_ready |= anchor is not None
         if not self._is_alone or isinstance(version.baseline, QuantizedBaseline):  # whose bits another run writes to
@@ -260,8 +270,8 @@ class Maintenance:
     def anchor_is_due(self, version: CommittedVersion) -> bool:
         """Whether patches since the last anchor are as large as an anchor, or very many, or not for all receivers."""
         steps = version.index.steps
-        last = max((step for step in steps if step.base is None), key=lambda step: step.version)
-        if self.receivers.need_anchor(version.run.run, last.version):
+        last = max((step for step in steps if step.base is None), key=lambda step: step.version, default=None)
+        if last is None or self.receivers.need_anchor(version.run.run, last.version):  # none: somebody moved the head
             return True
         patches = [step for step in steps if step.base is not None and last.version <= step.base]
         size = sum(step.bytes for step in patches if step.base == step.version - 1)
@@ -286,7 +296,8 @@ class Maintenance:
         except Fenced:
             raise
         except (SparserlError, OSError, MemoryError) as error:
-            self._notes.append(f"upkeep failed, and will be tried again: {error}")
+            is_full = any(getattr(one, "errno", None) in _NO_SPACE for one in (error, error.__cause__))
+            self._notes.append(f"upkeep failed, and will be tried again: {error}{_HOW_TO_FREE * is_full}")
 
     def _squash_if_due(self, version: CommittedVersion, weights_of: Callable[[int], Any]) -> None:
         """A squashed patch for each rung of the ladder that ends here, where it takes less than what it stands for."""
@@ -346,6 +357,11 @@ class Maintenance:
             self._are_pins_due = True
             raise
 
+    def _keep_head(self) -> None:
+        """Keep a copy of the head: a publisher that is started again knows by it what it has published."""
+        if self._saved_anchor is not None and self._writer.writers.rank == 0 and self._writer.committed is not None:
+            self._saved_anchor.keep_head(self._writer.committed.head)
+
     def _save_if_new(
         self, version: CommittedVersion, ready: tuple[int, Patch] | None, weights_of: Callable[[int], Any]
     ) -> None:
@@ -362,10 +378,12 @@ class Maintenance:
         self._saved_anchor.remove_others()
 
     def _collect(self) -> None:
-        """Remove what nothing refers to any more; not while a version is sent, which nothing refers to yet."""
+        """Remove what nothing refers to any more; not in the first publish of a run, whatever it has replaced."""
         started = self._writer.clock()  # what is written from now on is younger
-        if self._writer.is_sending:
+        if self._writer.is_sending:  # objects of a version, which nothing refers to yet
             return
-        if self._writer.writers.rank == 0:
-            collect(self._writer.store, self._options.grace, lambda: started)
+        committed = self._writer.committed
+        if self._writer.writers.rank == 0 and (committed is None or committed.head.version):
+            other_runs = self._options.keep_anchors is not None  # else nothing is forgotten
+            collect(self._writer.store, self._options.grace, lambda: started, other_runs=other_runs)
         self._is_collection_due = False

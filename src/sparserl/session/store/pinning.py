@@ -17,14 +17,12 @@ from . import routes
 from .label import Label
 from .pins import (
     Pin,
-    PinnedSteps,
-    by_index,
     checked_pin_name,
     intact_pins,
     pin_path,
     read_pin,
     require_pinnable,
-    steps_of_group,
+    steps_of_pins,
     stored_pins,
 )
 from .records import Index, RouteStep, RunRecord
@@ -92,14 +90,13 @@ def unpin(url: str | Path | Store, name: str) -> None:
 
 
 def pins(url: str | Path | Store) -> list[Pin]:
-    """The pins of a store, by name; those of earlier runs too. See `pin`.
+    """The pins of a store, by name; those of earlier runs too. Damaged ones are left out, with a warning. See `pin`.
 
     Args:
         url: The store of the run, as for `pin`.
 
     Raises:
         SessionError: The store cannot be listed.
-        FormatError: A pin is damaged.
         StoreError: The store cannot be reached.
     """
     with _writable(url) as store:
@@ -280,7 +277,7 @@ class PublishedPins:
 
         They may be missing there, if a version was pinned while retention removed it. Then they can be put back within
         the grace, in which nobody deletes what the head led to; later, or where retention forgot the files or the
-        tensor table of the version, only the pin leads to it.
+        tensor table of the version, only the pin leads to it. Where the index of a pin is damaged, it is the other way.
         """
         pins: list[Pin] = []
         for pin in stored_pins(self._store):
@@ -292,28 +289,17 @@ class PublishedPins:
                     pins.append(pin)
             except (FormatError, Untrusted) as error:
                 self._ignore(str(error))
-        lost: list[Pin] = []
         steps: list[RouteStep] = []
-        for pinned in self._pinned_steps(pins, lost):
+        for pinned in steps_of_pins(self._store, pins, self._ignore):
             recent = {pin.version for pin in pinned.pins if now - pin.time < self._grace}
             put_back = routes.from_anchors(pinned.index.steps, recent) if recent else ()
             if _fits(pinned.index, put_back, index, run):
                 steps += put_back
             steps += [step for step in pinned.steps if step in index.steps]
-        for pin in lost:
-            self._ignore(f"pin {pin.name}: version {pin.version} is gone; remove the pin with `sparserl unpin`")
-        return tuple(steps)
-
-    def _pinned_steps(self, pins: list[Pin], lost: list[Pin]) -> Iterator[PinnedSteps]:
-        """What pins keep whose indices are intact."""
-        for group in by_index(pins):
-            try:
-                pinned = steps_of_group(self._store, group, lost)
-            except FormatError as error:
-                self._ignore(str(error))
-                continue
-            if pinned is not None:
-                yield pinned
+            pins = [pin for pin in pins if pin not in pinned.pins]
+        reached = routes.reached(index.steps)
+        left = {pin.version for pin in pins if (pin.version, pin.digest) in reached}
+        return (*steps, *routes.from_anchors(index.steps, left))
 
     def _ignore(self, reason: str) -> None:
         if reason not in self._ignored:

@@ -9,12 +9,13 @@ version in the index that its head names, the tensor table, and the files of the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from ...errors import FormatError, InvalidField, NotFound, SessionError
+from ...errors import FormatError, InvalidField, NotFound, SessionError, UnsupportedFormat
 from ...transport.stores.base import Store
 from ...weights.digest import Digest
+from ..logs import log
 from . import routes, signing
 from .fields import Bound, Fields, checked_seconds, parse, read_digest, written
 from .records import MOST_HEAD, HeadRecord, Index, RouteStep, get_named, path, read_note
@@ -122,6 +123,8 @@ def read_pin(store: Store, name: str) -> tuple[Pin, str]:
             raise InvalidField(f"{place} is the pin {pin.name}")
     except NotFound as error:
         raise NotFound(f"{store.url}: there is no pin {name}") from error
+    except UnsupportedFormat:
+        raise
     except FormatError as error:
         raise type(error)(f"pin {name} is damaged, remove it with `sparserl unpin`: {error}") from error
     return pin, tag
@@ -145,15 +148,18 @@ def stored_pins(store: Store) -> Iterator[Pin | FormatError]:
 
 
 def intact_pins(store: Store) -> Iterator[Pin]:
-    """All pins of a store.
+    """All pins of a store but those that are damaged: they keep nothing, and are warned of.
 
     Raises:
-        FormatError: One of them is damaged.
+        UnsupportedFormat: A newer release may have written one of them.
     """
     for pin in stored_pins(store):
-        if isinstance(pin, FormatError):
+        if isinstance(pin, UnsupportedFormat):
             raise pin
-        yield pin
+        if isinstance(pin, FormatError):
+            log.warning("%s: %s", store.url, pin)
+        else:
+            yield pin
 
 
 @dataclass(frozen=True)
@@ -177,42 +183,40 @@ class PinnedSteps:
         """The newest of the pinned versions."""
         return max(pin.version for pin in self.pins)
 
+    @property
+    def label(self) -> str:
+        """The pins, in words."""
+        return f"pin {', '.join(pin.name for pin in self.pins)}"
 
-def steps_of_pins(store: Store, pins: Iterable[Pin], lost: list[Pin] | None = None) -> Iterator[PinnedSteps]:
+
+def steps_of_pins(store: Store, pins: Iterable[Pin], tell: Callable[[str], None]) -> Iterator[PinnedSteps]:
     """What pins keep, index by index: each is read once, whatever the number of pins.
 
-    lost: gets the pins whose index is gone, or does not lead to their versions.
-
-    Raises:
-        FormatError: An index is damaged.
+    tell: told of the pins that keep nothing: their index is damaged or gone, or does not lead to their versions.
     """
-    for group in by_index(pins):
-        pinned = steps_of_group(store, group, [] if lost is None else lost)
-        if pinned is not None:
-            yield pinned
+    for group in _by_index(pins):
+        head = group[0].head()
+        kept: list[Pin] = []
+        try:
+            index = read_index_of(store, head)
+            reached = routes.reached(index.steps)
+            kept = [pin for pin in group if (pin.version, pin.digest) in reached]
+        except NotFound:
+            pass
+        except FormatError as error:
+            names = ", ".join(pin.name for pin in group)
+            tell(f"the index of pin {names} is damaged, remove it with `sparserl unpin`: {error}")
+            continue
+        for pin in group:
+            if pin not in kept:
+                gone = f"version {pin.version} of run {pin.run} is gone"
+                tell(f"pin {pin.name}: {gone}; remove the pin with `sparserl unpin`")
+        if kept:
+            steps = routes.from_anchors(index.steps, {pin.version for pin in kept})
+            yield PinnedSteps(tuple(kept), head, index, steps)
 
 
-def steps_of_group(store: Store, group: list[Pin], lost: list[Pin]) -> PinnedSteps | None:
-    """What pins keep that were made under the same index; None if that leads to none of their versions."""
-    head = group[0].head()
-    try:
-        index = read_index_of(store, head)
-    except NotFound:
-        lost += group
-        return None
-    except FormatError as error:
-        names = ", ".join(pin.name for pin in group)
-        reason = f"the index of pin {names} is damaged, remove it with `sparserl unpin`: {error}"
-        raise type(error)(reason) from error
-    reached = routes.reached(index.steps)
-    kept = tuple(pin for pin in group if (pin.version, pin.digest) in reached)
-    lost += [pin for pin in group if pin not in kept]
-    if not kept:
-        return None
-    return PinnedSteps(kept, head, index, routes.from_anchors(index.steps, {pin.version for pin in kept}))
-
-
-def by_index(pins: Iterable[Pin]) -> Iterable[list[Pin]]:
+def _by_index(pins: Iterable[Pin]) -> Iterable[list[Pin]]:
     """Pins that were made under the same index, together."""
     groups: dict[tuple[str, str], list[Pin]] = {}
     for pin in pins:

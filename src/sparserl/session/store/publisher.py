@@ -56,8 +56,9 @@ class Publisher(RunPublisher):
         files: Files that travel with the weights, by name or in a folder, beside those that the source brings along.
         state: A folder on this machine that survives a restart. With it, a publisher that was killed goes on with its
             run from the anchor that it saved there, and fetches only the patches since then. Without it, or when it
-            does not fit the run in the store, the publisher fetches the anchor too. One publisher at a time has the
-            folder; a second one is refused. Of several writers each has a folder in it, and saves its own shards.
+            does not fit the run in the store, the publisher fetches the anchor too. With it, a head that is older than
+            what was published is refused. One publisher at a time has the folder; a second one is refused. Of several
+            writers each has a folder in it, and saves its own shards.
         new_run: Whether to leave the run that the store has, and begin another: subscribers then fetch all weights
             again. Without it, a publisher goes on with that run, or is refused where it cannot.
         also: Quantized runs of the same weights, for other rollouts: by the URL of each, its scheme, as
@@ -69,7 +70,8 @@ class Publisher(RunPublisher):
             `measured`: as it was in the last 32 transfers of publisher and subscribers, who write that to their
             leases. For None, and where no subscriber has told of it yet, `auto` takes the smallest.
         anchor_after: An anchor is written when the patches since the last one add up to this many times its bytes.
-        keep_anchors: How many anchors stay in the store, with the versions since the oldest; None to keep all versions.
+        keep_anchors: How many anchors stay in the store, with the versions since the oldest; None to keep all versions,
+            and earlier runs.
         ladder: Squashed patches are written over so many versions, twice as many and so on, from the first number up
             to the second, where they take less than the patches they stand for. Late subscribers take them. None for
             no squashed patches.

@@ -1,6 +1,7 @@
 """Going on with a run after a restart: from an anchor that the publisher saved on its own machine, or from the store.
 
     STATE/anchor-STORE-RUN-VERSION.srl
+    STATE/head-STORE.json                the newest head that it has moved to: a copy, which can be put back
 
 The anchor of a run is there before the head moves to its first version, and those of earlier runs go after that:
 whenever a publisher is killed, the anchor of the run that the head names is there. STORE is a hash of the store's URL:
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import FormatError, NotFound, NotRetained, SessionError, TensorMismatch, WeightsError, WrongBase
-from ...files import Folder
+from ...files import Folder, replacing
 from ...humanize import size
 from ...parallel import Progress
 from ...patch import Patch
@@ -30,15 +31,15 @@ from ...weights.table import TensorTable
 from ..anchors import restored
 from ..logs import log
 from ..options import EncodingOptions
-from . import routes
+from . import routes, signing
 from .fields import sha256
 from .head import HOW_TO_REPLACE
-from .records import HeadRecord, Index, RunRecord
+from .records import HEAD, HeadRecord, Index, RunRecord
 from .stored_run import StoredRun
 from .writers import Writers
 
 _ANCHOR = re.compile(r"anchor-(?P<store>[0-9a-f]{8})-(?P<run>[0-9a-f]{16})-(?P<version>\d{1,16})\.srl")
-_DRAFT = re.compile(rf"\.{_ANCHOR.pattern}\..+")
+_DRAFT = re.compile(r"\.(anchor|head)-(?P<store>[0-9a-f]{8})(-[0-9a-f]{16}-\d{1,16}\.srl|\.json)\..+")
 
 
 @dataclass(frozen=True)
@@ -203,11 +204,15 @@ def _resume_share(
 
 
 class SavedAnchor:
-    """A folder with one anchor of the run that is being published to a store."""
+    """A folder with one anchor of the run that is being published to a store, and a copy of its head."""
 
-    def __init__(self, folder: Path, url: str) -> None:
+    def __init__(self, folder: Path, url: str, signing_key: str | None = None) -> None:
         self._path = folder
+        self._url = url
+        self._signing_key = signing_key
         self._store = sha256(url.rstrip("/").encode())[:8]
+        self._head_name = f"head-{self._store}.json"
+        self._nonce = ""  # of the head that was copied last
         self._folder: Folder | None = None  # locked as long as it is open
         self.run: str | None = None  # of which an anchor is here
         self._name = ""  # of its file
@@ -227,6 +232,28 @@ class SavedAnchor:
             match = _ANCHOR.fullmatch(path.name) or _DRAFT.fullmatch(path.name)
             if match is not None and path.name != self._name and self._store == match["store"]:
                 path.unlink(missing_ok=True)
+
+    def keep_head(self, head: HeadRecord) -> None:
+        """Keep a copy of the head that the publisher has moved to, for `require_newest`."""
+        if head.nonce != self._nonce:
+            self._lock()
+            with replacing(self._path / self._head_name) as file:
+                file.write(signing.seal(head.body(), self._signing_key))
+            self._nonce = head.nonce
+
+    def require_newest(self, head: HeadRecord) -> None:
+        """Refuse a head that is older than the last one that was kept: its versions would be published twice."""
+        path = self._path / self._head_name
+        try:
+            last = HeadRecord.parse(signing.unseal(path.read_bytes(), None, self._head_name))
+        except (OSError, FormatError):  # there is none yet, or it is damaged
+            return
+        if last.version > head.version if last.run == head.run else last.created > head.created:
+            raise SessionError(
+                f"{self._url} has an old head, of run {head.run} at version {head.version}; this publisher has "
+                f"published run {last.run} up to version {last.version}. To go on with that, put a copy of {path} in "
+                f"the place of {HEAD}. {HOW_TO_REPLACE}"
+            )
 
     def resume(
         self, store: Store, head: HeadRecord, threads: int | None = None, local: LocalWeights | None = None

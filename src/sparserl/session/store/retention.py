@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ...errors import FormatError, NotFound, SessionError, StoreError, Truncated
 from ...transport.stores.base import RANGE_BYTES, ObjectInfo, Store, StoredObject
+from ..logs import log
 from . import routes, signing
 from .layouts import run_at
 from .manifests import Manifest
@@ -54,8 +55,8 @@ def read_head(
         return HeadRecord.parse(signing.unseal(data, trusted_keys, HEAD)), tag
     except FormatError as error:
         raise type(error)(
-            f"{store.url}: the head is damaged: {error}. A publisher that starts with new_run=True, or `sparserl "
-            "publish --new-run`, replaces it; a copy of the file from before it was damaged does too"
+            f"{store.url}: the head is damaged: {error}. A publisher that is running replaces it; else put back a copy "
+            "of it, or begin a new run: new_run=True (on the command line, --new-run)"
         ) from error
 
 
@@ -88,8 +89,12 @@ def needed(store: Store, head: HeadRecord, indices: Iterable[str] = ()) -> set[s
         with contextlib.nullcontext() if is_of_head else contextlib.suppress(NotFound):
             names |= _manifest_objects(store, head.run, hash)
     runs: dict[str, RunRecord | None] = {}  # by hash, None for those that are gone
-    for pinned in steps_of_pins(store, intact_pins(store)):
-        names |= _pinned_objects(store, pinned, names, runs)
+
+    def warn(reason: str) -> None:
+        log.warning("%s: %s", store.url, reason)
+
+    for pinned in steps_of_pins(store, intact_pins(store), warn):
+        names |= _pinned_objects(store, pinned, names, runs, warn)
     return names
 
 
@@ -108,54 +113,111 @@ def _manifest_objects(store: Store, run: str, hash: str) -> set[str]:
     return {name, *(manifest.bucket(blob) for blob in manifest.buckets)}
 
 
-def _pinned_objects(store: Store, pinned: PinnedSteps, known: set[str], runs: dict[str, RunRecord | None]) -> set[str]:
-    """What pins of one index need. Of a version that is lost, what is left stays.
+def _pinned_objects(
+    store: Store,
+    pinned: PinnedSteps,
+    known: set[str],
+    runs: dict[str, RunRecord | None],
+    warn: Callable[[str], None],
+) -> set[str]:
+    """What pins of one index need. Of a version that is lost or damaged, what can be found stays.
 
     known: objects of manifests that have been read.
     runs: those that have been read.
+    warn: told of what is damaged.
     """
     head = pinned.head
     names = {run_path(head.run), path(head.run, "index", head.index)} | _side_objects(pinned.index, pinned.newest)
     if head.run_hash not in runs:
         runs[head.run_hash] = None
-        with contextlib.suppress(NotFound):
+        try:
             runs[head.run_hash] = read_run(store, head)
+        except NotFound:
+            pass
+        except FormatError as error:
+            warn(f"{pinned.label}: {error}")
     if (run := runs[head.run_hash]) is not None:
         names |= {path(head.run, "files", blob.hash) for blob in run.files.values()}
     for step in pinned.steps:
-        if path(head.run, "manifests", step.manifest) not in known:
-            with contextlib.suppress(NotFound):
-                names |= _manifest_objects(store, head.run, step.manifest)
+        name = path(head.run, "manifests", step.manifest)
+        try:
+            names |= set() if name in known else _manifest_objects(store, head.run, step.manifest)
+        except NotFound:
+            pass
+        except FormatError as error:
+            names.add(name)
+            warn(f"{pinned.label}: {step.name}: {error}")
     return names
 
 
-def _recent(listed: list[ObjectInfo], head: HeadRecord, since: float) -> set[str]:
-    """The indices that the head has led to since then: those written since, and the one before them."""
-    prefix = path(head.run, "index", "")
-    indices = sorted((item.time, item.name[len(prefix) :]) for item in listed if item.name.startswith(prefix))
-    if any(name == head.index and written <= since for written, name in indices):
+def _recent(indices: list[ObjectInfo], head_time: float, since: float) -> set[str]:
+    """The hashes of the indices that the head has led to since then: those written since, and the one before them.
+
+    indices: those of its run.
+    head_time: when the head was written: it may be a copy of an older one, which was put back.
+    """
+    if head_time <= since:
         return set()
-    older = [name for written, name in indices if written <= since]
-    return {name for written, name in indices if written > since} | set(older[-1:])
+    first = max((item.time for item in indices if item.time <= since), default=since)
+    return {item.name.rpartition("/")[2] for item in indices if item.time >= first}
 
 
-def collect(store: Store, grace: float, clock: Callable[[], float] = time.time, dry: bool = False) -> list[str]:
+def _replaced(indices: dict[str, list[ObjectInfo]], run: str, head_time: float) -> dict[str, float]:
+    """When the head stopped leading to each other run that had a version: then the next index of its run was written.
+
+    Where there is none, such as after a copy of an older head was put back, it was when the head was written.
+    """
+    written = [item.time for item in indices.get(run, ())]
+    last = {other: items[-1].time for other, items in indices.items() if other != run}
+    return {other: next((time for time in written if time > last_time), head_time) for other, last_time in last.items()}
+
+
+def _indices(listed: Iterable[ObjectInfo]) -> dict[str, list[ObjectInfo]]:
+    """The indices of each run, in the order in which they were written."""
+    indices: dict[str, list[ObjectInfo]] = {}
+    for item in sorted(listed, key=lambda item: item.time):
+        if is_own(item.name) and _kind(item.name) == "index":
+            indices.setdefault(_run(item.name), []).append(item)
+    return indices
+
+
+def runs_with_versions(store: Store) -> list[str]:
+    """The runs of which a store has versions, whatever its head says: their publishers came as far as an index."""
+    return sorted(_indices(store.list("runs/")))
+
+
+def collect(
+    store: Store,
+    grace: float,
+    clock: Callable[[], float] = time.time,
+    dry: bool = False,
+    other_runs: bool = True,
+) -> list[str]:
     """Delete what nothing has referred to for the grace period, and what is that old and never was; returns the names.
 
     A lease goes when it has not been renewed for a day, a holding after two; what a pin needs stays. What nothing
     refers to is never referred to again, but for what a publisher is just sending or somebody just pinning: the grace
     period must be longer than that takes. What has a name that no session gives is left alone.
+
+    other_runs: whether other runs than that of the head go too, when it has not led to them for the grace period.
     """
     # Listed before the head is read: what is committed in between is younger than the list.
-    listed = [item for item in store.list("runs/") if is_own(item.name)]
+    everything = list(store.list(""))
+    listed = [item for item in everything if is_own(item.name)]
+    head_time = next((item.time for item in everything if item.name == HEAD), 0.0)
     now = clock()
     head, _ = read_head(store)
-    keep = needed(store, head, _recent(listed, head, now - grace))
-    gone = [
-        item.name
-        for item in listed
-        if item.name not in keep and now - item.time > max(grace, _UNRENEWED.get(_kind(item.name), 0.0))
-    ]
+    indices = _indices(listed)
+    keep = needed(store, head, _recent(indices.get(head.run, []), head_time, now - grace))
+    replaced = _replaced(indices, head.run, head_time)
+
+    def is_garbage(item: ObjectInfo) -> bool:
+        run = _run(item.name)
+        age = now - max(item.time, replaced.get(run, item.time))
+        is_old = age > max(grace, _UNRENEWED.get(_kind(item.name), 0.0))
+        return is_old and item.name not in keep and (other_runs or run == head.run)
+
+    gone = [item.name for item in listed if is_garbage(item)]
     if gone and not dry:
         store.delete(gone)
     return gone
@@ -164,6 +226,11 @@ def collect(store: Store, grace: float, clock: Callable[[], float] = time.time, 
 def is_of_receiver(name: str) -> bool:
     """Whether an object below `runs/` was written by a subscriber, which may be gone: nothing refers to it."""
     return _kind(name) in _UNRENEWED
+
+
+def _run(name: str) -> str:
+    """The run of an object below `runs/`."""
+    return name.split("/")[1]
 
 
 def _kind(name: str) -> str:
@@ -231,19 +298,18 @@ def _pin_faults(store: Store, checked: _Checked) -> Iterator[str]:
             yield str(pin)
         else:
             pins.append(pin)
-    lost: list[Pin] = []
+    keep_nothing: list[str] = []
     try:
-        for pinned in steps_of_pins(store, pins, lost):
+        for pinned in steps_of_pins(store, pins, keep_nothing.append):
             yield from _pinned_faults(store, pinned, checked)
     except (StoreError, FormatError) as error:
         yield f"what pins keep cannot be read: {error}"
-    for pin in lost:
-        yield f"pin {pin.name}: version {pin.version} of run {pin.run} is gone; remove the pin with `sparserl unpin`"
+    yield from keep_nothing
 
 
 def _pinned_faults(store: Store, pinned: PinnedSteps, checked: _Checked) -> Iterator[str]:
     """What is wrong with the steps and files of pinned versions. What is missing is an error of the caller's."""
-    label = f"pin {', '.join(pin.name for pin in pinned.pins)}"
+    label = pinned.label
     if pinned.head.run_hash not in checked.runs:
         checked.runs[pinned.head.run_hash] = read_run(store, pinned.head)
     run = checked.runs[pinned.head.run_hash]

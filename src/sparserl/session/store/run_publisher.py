@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...errors import SessionError, TensorMismatch
+from ...errors import SessionError, TensorMismatch, WeightsError
 from ...patch import Patch
 from ...sources.modules import Source, weights_of
 from ...transport.groups.gather import RankGather
@@ -105,14 +105,17 @@ class RunPublisher:
         try:
             with self._writers.call():  # whoever fails does not let the others wait
                 if options.state is not None:
-                    self._saved_anchor = SavedAnchor(self._writers.own_folder(options.state), self.store.url)
-                head = HeadWriter(self.store, options.keys, self._writers, options.clock, options.new_run)
+                    folder = self._writers.own_folder(options.state)
+                    self._saved_anchor = SavedAnchor(folder, self.store.url, options.keys.signing_key)
+                head = HeadWriter(self.store, options.keys, self._writers, options.clock)
                 self._run_writer = RunWriter(self.store, head, self._writers, options.clock, options.encoding.progress)
                 self._maintenance = Maintenance(
                     self._run_writer, options.retention, self._saved_anchor, options.encoding, options.keys.accepted
                 )
                 if not options.new_run:
                     self._continue_run(head)
+                elif head.has_run_to_leave:
+                    self._maintenance.leave_run()
         except BaseException:
             self._writers.close()
             self.store.close()
@@ -183,6 +186,8 @@ class RunPublisher:
         head = writer.head_to_continue()
         if head is None:
             return
+        if self._saved_anchor is not None:
+            self._saved_anchor.require_newest(head)
         self._run_writer.committed = self._rebuilt(head)
         self._source_check.resume()
         log.info("%s: continuing run %s at version %d", self.store.url, head.run, head.version)
@@ -313,6 +318,8 @@ class RunPublisher:
         anchor, sent = self._run_writer.send(run, encode, watch)
         if isinstance(baseline, HostBaseline | QuantizedBaseline):
             baseline.set_digest(anchor.result)
+        elif baseline.digest != anchor.result:
+            raise WeightsError("the weights changed while they were published")
         step = label.on(sent.step(None, number, self._run_writer.clock()))
         self._maintenance.begin_layout(anchor, run.run, number)
         with watch.stage("commit"):

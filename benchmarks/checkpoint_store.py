@@ -119,7 +119,7 @@ def published_bytes(files: Sequence[Path]) -> tuple[float, float, str]:
 
 
 def _publisher(store: Path, source: Callable[[], dict[str, torch.Tensor]]) -> sparserl.Publisher:
-    return sparserl.Publisher(store, source, keep_anchors=None, anchor_after=ANCHOR_AFTER, ladder=None, link=None)
+    return sparserl.Publisher(store, source, keep_anchors=None, anchor_after=ANCHOR_AFTER, ladder=None)
 
 
 def _profiles(store: Path) -> str:

@@ -1,8 +1,7 @@
 """A link between two sockets of this machine that lets through so many bits per second, each after a latency.
 
 `throttled(port, link)` is a program of its own that stands in front of a port. All connections through it share the
-link, one line in each direction. While it runs, its rate can be changed, it can stall, and it can cut off all
-connections.
+link, one line in each direction.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ if TYPE_CHECKING:  # the program starts without the library
     from sparserl.plan import Link
 
 _CHUNK = 1 << 16
-_LOOK = 0.01  # seconds between looks at whether connections are to be cut off
 _COUNT = struct.Struct("<Q")
 _SECONDS = struct.Struct("<d")
 
@@ -60,24 +58,6 @@ class Page:
     def bits_per_second(self, value: float) -> None:
         _SECONDS.pack_into(self._memory, 8, value)
 
-    @property
-    def stalled_until(self) -> float:
-        """When the link goes on, by the clock of the machine."""
-        return float(_SECONDS.unpack_from(self._memory, 16)[0])
-
-    @stalled_until.setter
-    def stalled_until(self, value: float) -> None:
-        _SECONDS.pack_into(self._memory, 16, value)
-
-    @property
-    def cuts(self) -> int:
-        """How often all connections have been cut off."""
-        return int(_COUNT.unpack_from(self._memory, 24)[0])
-
-    @cuts.setter
-    def cuts(self, value: int) -> None:
-        _COUNT.pack_into(self._memory, 24, value)
-
 
 @dataclass
 class Line:
@@ -97,7 +77,7 @@ class Line:
         with self._lock:
             if idle:
                 self.free = max(self.free, time.monotonic())
-            self.free = max(self.free, self.page.stalled_until) + 8 * size / self.page.bits_per_second
+            self.free += 8 * size / self.page.bits_per_second
             if self.is_counted:
                 self.page.moved += size
             return self.free
@@ -159,18 +139,6 @@ class Throttled:
     def moved(self) -> int:
         return self._page.moved
 
-    def change_rate(self, bits_per_second: float) -> None:
-        """Let through so many bits per second from now on."""
-        self._page.bits_per_second = bits_per_second
-
-    def stall(self, seconds: float) -> None:
-        """Let nothing through for a while."""
-        self._page.stalled_until = time.monotonic() + seconds
-
-    def cut(self) -> None:
-        """Cut off all connections."""
-        self._page.cuts += 1
-
 
 @contextlib.contextmanager
 def throttled(port: int, link: Link) -> Iterator[Throttled]:
@@ -195,29 +163,14 @@ def main(port: int, latency_s: float, path: str) -> None:
         page = Page(mmap.mmap(file.fileno(), mmap.PAGESIZE))
         there = Line(page, latency_s)
         back = Line(page, latency_s, is_counted=True)
-        ends: list[socket.socket] = []
-        Thread(target=_cut_off, args=(page, ends), daemon=True).start()
         print(server.getsockname()[1], flush=True)
         while True:
             near, _ = server.accept()
             far = socket.create_connection(("127.0.0.1", port))
             for end in (near, far):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                ends.append(end)
             for way in ((near, far, there), (far, near, back)):
                 Thread(target=carry, args=way, daemon=True).start()
-
-
-def _cut_off(page: Page, ends: list[socket.socket]) -> None:
-    """Shut down all connections whenever the page says so."""
-    cuts = page.cuts
-    while True:
-        time.sleep(_LOOK)
-        if page.cuts != cuts:
-            cuts = page.cuts
-            while ends:
-                with contextlib.suppress(OSError):
-                    ends.pop().shutdown(socket.SHUT_RDWR)
 
 
 if __name__ == "__main__":

@@ -118,12 +118,7 @@ class Way:
         """The trainer's end."""
         if options.broadcast:
             return ToGroup(options.url, published.source, options.workers + 1, callbacks)
-        made: Publisher = sparserl.Publisher(
-            options.url,
-            published.source,
-            link=None,  # the smallest patches: the folder is fast, but the figures are about links that are not
-            callbacks=callbacks,
-        )
+        made: Publisher = sparserl.Publisher(options.url, published.source, callbacks=callbacks)
         return made
 
     def follower(self, options: Options, target: dict[str, Tensor], worker: int) -> Follower:

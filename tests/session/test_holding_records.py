@@ -79,7 +79,7 @@ def test_they_stay_longer_than_leases(tmp_path):
         run = publisher.publish().run
     record = HoldingRecord.of(sparserl.tensor_table(WEIGHTS), [(1, None)])
     record.put(store, run)
-    store.put(path(run, "leases", "x"), Lease("x", 0, now, None, ("ulp",), record.hash).to_bytes())
+    store.put(path(run, "leases", "x"), Lease("x", 0, now, ("ulp",), record.hash).to_bytes())
     assert list(faults(store)) == []
     assert collect(store, 1.0, lambda: now + 86_000) == []
     assert collect(store, 1.0, lambda: now + 87_000) == [path(run, "leases", "x")]

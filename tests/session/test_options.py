@@ -38,6 +38,7 @@ BAD_OPTIONS = [
     ("profile", "zip", "'auto', 'raw', 'gap', 'ulp', 'ctx'"),
     ("link", "quick", "25Gbit"),
     ("link", 5, "25Gbit"),
+    ("link", "measured", "without one, auto takes the smallest"),
     ("baseline", "disk", "'auto', 'host', 'device', 'none'"),
     ("memory", -1, "0 or more"),
     ("timeout", 0, "a positive number of seconds"),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from sparserl import Publisher, Subscriber, targets
-from sparserl.errors import NotRetained, StoreError
+from sparserl.errors import InvalidField, NotRetained, StoreError
 from sparserl.session.profiles import Takers, choose_profiles, refusal
+from sparserl.session.store import receivers
 from sparserl.session.store.leases import Lease
 from sparserl.session.store.own_lease import OwnLease
 from sparserl.session.store.records import path
@@ -427,3 +430,28 @@ def test_an_option_that_helps():
     """It is a profile that can be taken; without any, targets must change."""
     assert refusal("it", ["ctx"], ["raw", "gap"]).endswith("but only gap, raw can be taken: publish with profile='gap'")
     assert refusal("it", ["ctx"], ["ctx"]).endswith("have one in common, such as 'raw'")
+
+
+def test_leases_of_earlier_releases_are_read():
+    """They have the rates at which their subscriber fetched, which count for nothing; other fields are refused."""
+    earlier = b'{"format":1,"name":"engine","profiles":["raw"],"rates":[5000000,7000000],"time":1.5,"version":3}'
+    lease = Lease("engine", 3, 1.5, ("raw",))
+    assert Lease.parse(earlier, "a lease") == lease
+    assert json.loads(earlier).keys() - json.loads(lease.to_bytes()).keys() == {"rates"}
+    with pytest.raises(InvalidField, match="speeds"):
+        Lease.parse(earlier.replace(b"rates", b"speeds"), "a lease")
+
+
+def test_leases_are_looked_at_every_ten_seconds(url, monkeypatch):
+    """However often a version is published."""
+    now = 1000.0
+    looks = []
+    with Publisher(url, {"w": np.zeros(3, np.float32)}) as publisher:
+        heard = publisher._maintenance.receivers
+        monkeypatch.setattr(heard, "look", lambda: looks.append(now))
+        monkeypatch.setattr(receivers.time, "monotonic", lambda: now)
+        for seconds in (0, 1, 1, 8, 1):
+            now += seconds
+            heard.hear()
+            heard.close()
+    assert looks == [1000.0, 1010.0]

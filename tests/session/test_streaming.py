@@ -98,7 +98,7 @@ def test_buckets_are_sent_while_others_are_compared(url):
         for w in weights.values():
             w.array[::150] ^= 1
         store.before_put = lambda _: is_sent.set()
-        publisher._encoding_options = sparserl.session.options.EncodingOptions("auto", None, 1, progress)
+        publisher._encoding = sparserl.session.options.EncodingOptions("auto", None, 1, progress)
         report = publisher.publish()
     assert len(compared) == 4
     assert {"find", "encode", "upload"} <= report.seconds.keys()

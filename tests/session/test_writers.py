@@ -123,7 +123,7 @@ def follow(rank, trainer, store, publisher, folder) -> None:
         if rank == 0 and version == 0:  # a receiver that has half of a tensor
             holding = HoldingRecord.of(sparserl.tensor_table(whole(0)), [HALF])
             holding.put(store, report.run)
-            lease = Lease("half", 0, time.time(), None, ("ulp",), holding.hash)
+            lease = Lease("half", 0, time.time(), ("ulp",), holding.hash)
             store.put(f"runs/{report.run}/leases/half", lease.to_bytes())
         if rank == 0:
             got = sparserl.Subscriber(store, mine := {k: np.zeros_like(w) for k, w in whole(0).items()}).sync()

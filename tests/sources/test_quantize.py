@@ -217,7 +217,7 @@ def test_only_what_changed_for_the_rollout_is_sent(tmp_path: Path) -> None:
     source = quantized(live, fp8_blockwise())
     rollout = {name: torch.zeros_like(tensor) for name, tensor in source.weights().items()}
     with (
-        sparserl.Publisher(f"file://{tmp_path}", source, link=None) as publisher,
+        sparserl.Publisher(f"file://{tmp_path}", source) as publisher,
         sparserl.Subscriber(f"file://{tmp_path}", rollout) as subscriber,
     ):
         publisher.publish()

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,20 +46,16 @@ class Link:
         """
         match = _BANDWIDTH.fullmatch(text) if isinstance(text, str) else None
         if match is None:
-            raise SparserlError(
-                f"{text!r} is not a bandwidth; write bits per second as 25Gbit, 100Mbit or 1e9, and bytes as 3GB/s"
-            )
+            how = "write bits per second as 25Gbit, 100Mbit or 1e9, and bytes as 3GB/s"
+            if text == "measured":
+                how = f"links are not measured any more: without one, auto takes the smallest; to name one, {how}"
+            raise SparserlError(f"{text!r} is not a bandwidth; {how}")
         number, prefix, unit = match.groups()
         byte = unit is not None and (unit == "B" or unit.lower().startswith("byte"))
         speed = float(number) * _PREFIX[(prefix or "").lower()] * (8 if byte else 1)
         if not 0 < speed < math.inf:
             raise SparserlError(f"{text!r} is not a bandwidth: it must be more than 0 and finite")
         return cls(speed, _seconds(latency) if isinstance(latency, str) else latency)
-
-    @property
-    def extremes(self) -> tuple[Link, ...]:
-        """The link as it is at its slowest and at its fastest, if it varies."""
-        return (self,)
 
     def seconds(self, nbytes: float) -> float:
         """How long bytes take to arrive."""
@@ -68,28 +64,6 @@ class Link:
     def __str__(self) -> str:
         delay = f" + {1000 * self.latency_s:g} ms" if self.latency_s else ""
         return bandwidth(self.bits_per_second) + delay
-
-
-@dataclass(frozen=True)
-class VaryingLink(Link):
-    """A link whose bandwidth moves between a least one, `bits_per_second`, and a greatest."""
-
-    most_bits_per_second: float = math.inf
-
-    def has_changed(self, before: VaryingLink) -> bool:
-        """Whether one of its extremes is half or twice what it was before."""
-        pairs = (
-            (self.bits_per_second, before.bits_per_second),
-            (self.most_bits_per_second, before.most_bits_per_second),
-        )
-        return any(not 0.5 < now / then < 2 for now, then in pairs)
-
-    def __str__(self) -> str:
-        return " to ".join(dict.fromkeys(map(bandwidth, (self.bits_per_second, self.most_bits_per_second))))
-
-    @property
-    def extremes(self) -> tuple[Link, ...]:
-        return Link(self.bits_per_second, self.latency_s), Link(self.most_bits_per_second, self.latency_s)
 
 
 def _seconds(text: str) -> float:
@@ -334,26 +308,9 @@ def best(estimates: Sequence[_AnyEstimate]) -> _AnyEstimate:
     return min(estimates, key=lambda e: e.total_s)
 
 
-def least_losses(names: Iterable[str], link: Link, seconds: Callable[[str, Link], float]) -> dict[str, float]:
-    """How many times as long each of some ways takes as the best one, where that is worst over a link that varies.
-
-    The time of a way is linear in the inverse of the rate, and the best time concave: the worst is at an extreme.
-    """
-    ways = list(names)
-    losses = dict.fromkeys(ways, 1.0)
-    for extreme in link.extremes:
-        times = {name: seconds(name, extreme) for name in ways}
-        least = min(times.values())
-        for name in ways:
-            losses[name] = max(losses[name], times[name] / least if least else 1.0)
-    return losses
-
-
 @dataclass(frozen=True)
 class Chooser:
-    """Chooses a bucket's profile for a link: of those that take about the least time to encode, send and apply, the
-    smallest. Where the link varies, that which loses least against the best one at either extreme.
-    """
+    """Chooses a bucket's profile for a link: the smallest of those near the least time to encode, send and apply."""
 
     link: Link
     speeds: Speeds
@@ -361,11 +318,11 @@ class Chooser:
     def pick(self, costs: Mapping[str, float], nbytes: int, changes: int) -> str:
         """The smallest of the profiles whose predicted time is near the least; `costs` are the bits in each."""
 
-        def seconds(name: str, link: Link) -> float:
+        def seconds(name: str) -> float:
             speed = self.speeds.profiles[name]
             work = speed.encode.seconds(nbytes, changes) + speed.decode.seconds(nbytes, changes)
-            return work + costs[name] / link.bits_per_second
+            return work + costs[name] / self.link.bits_per_second
 
-        losses = least_losses(costs, self.link, seconds)
-        limit = _NEAR * min(losses.values())
-        return min((name for name in costs if losses[name] <= limit), key=lambda name: (costs[name], name))
+        times = {name: seconds(name) for name in costs}
+        limit = _NEAR * min(times.values())
+        return min((name for name in costs if times[name] <= limit), key=lambda name: (costs[name], name))

@@ -12,7 +12,7 @@ from ..parallel import ordered, thread_count
 from ..patch import Patch
 from ..patch.contents import BucketList, Contents
 from ..patch.snapshot import Restoration, snapshot
-from ..plan import Link, Speeds, least_losses, predict_anchor
+from ..plan import Link, Speeds, best, predict_anchor
 from ..weights.digest import Digest
 from ..weights.dtypes import Bits, DType
 from ..weights.holdings import Holdings
@@ -148,12 +148,7 @@ def anchor_is_coded(encoding: EncodingOptions, nbytes: int) -> bool:
         return encoding.profile != "raw"
     link = Link.parse(encoding.link) if isinstance(encoding.link, str) else encoding.link
     speeds = Speeds.load_or_built_in(thread_count(encoding.threads))
-
-    def seconds(name: str, link: Link) -> float:
-        return next(estimate.total_s for estimate in predict_anchor(nbytes, link, speeds) if estimate.name == name)
-
-    losses = least_losses(speeds.anchors, link, seconds)
-    return losses["coded"] < losses["dense"]
+    return best(predict_anchor(nbytes, link, speeds)).name == "coded"
 
 
 def bucket_list(size: int, count: int | None = None) -> BucketList:

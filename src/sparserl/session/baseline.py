@@ -55,11 +55,6 @@ class Baseline(Protocol):
         """The bits, which nobody else may write to; None where they are not kept."""
         ...
 
-    @property
-    def is_on_gpu(self) -> bool:
-        """Whether changes are found, and encoded in the smallest profile, on a GPU."""
-        ...
-
     def capture(
         self,
         weights: Weights | Shards,
@@ -114,10 +109,6 @@ class HostBaseline:
             self._digest = digest(self.weights, threads=self._threads)
         return self._digest
 
-    @property
-    def is_on_gpu(self) -> bool:
-        return self._local.has_kernels
-
     def set_digest(self, digest: Digest) -> None:
         """Take over the digest, where all bits had to be read anyway."""
         self._digest = digest
@@ -168,7 +159,6 @@ class NoBaseline:
         local = LocalWeights.of(weights)
         self._table = local.table
         self._observed = observed
-        self.is_on_gpu = local.has_kernels
         self.sums = part_sums(local, threads)
         self.digest = sum(self.sums.values(), table_digest(local.table) if local.complete else Digest())
 
@@ -224,10 +214,6 @@ class ResumedBaseline:
     def weights(self) -> None:
         """They are not kept: anchors are made of what the source has."""
         return None
-
-    @property
-    def is_on_gpu(self) -> bool:
-        return self._baseline.is_on_gpu
 
     def capture(
         self,

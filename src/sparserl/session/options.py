@@ -13,7 +13,6 @@ from ..errors import SessionError
 from ..parallel import Progress, require_threads
 from ..plan import Link
 
-MEASURED = "measured"  # a link whose bandwidth is that of the transfers seen
 AUDIT_EVERY = 100  # commits, so that audits take less than 0.5% of a loop; see docs/explanation/decisions.md
 BASELINES = ("auto", "host", "device", "none")
 
@@ -77,7 +76,7 @@ class EncodingOptions:
 
     def __post_init__(self) -> None:
         require_choice("profile", self.profile, ("auto", *PROFILES))
-        if not (self.link is None or isinstance(self.link, Link) or self.link == MEASURED):
+        if not (self.link is None or isinstance(self.link, Link)):
             Link.parse(self.link)
         require_threads(self.threads)
         require_callable("progress", self.progress)

@@ -101,11 +101,6 @@ class QuantizedBaseline:
             return self._own.weights
         return None if self.view is None else self.view.weights
 
-    @property
-    def is_on_gpu(self) -> bool:
-        """Codes are compared and encoded in host memory."""
-        return False
-
     def capture(
         self,
         weights: Weights | Shards,

@@ -32,7 +32,7 @@ from ...weights.shards import dump_places, load_places, require_whole
 from ..background import BackgroundPublish, BackgroundSlot
 from ..callbacks import Callback, Callbacks
 from ..observing import Observing, PatchObserver
-from ..options import MEASURED, BaselineOptions, EncodingOptions, require_timeout, require_writers
+from ..options import BaselineOptions, EncodingOptions, require_timeout, require_writers
 from ..profiles import common, none_in_common
 from ..report import SyncReport, Watch
 from . import rounds
@@ -111,8 +111,6 @@ class GroupPublisher:
         self._source = as_source(source)
         self._observing = Observing(observe, self._source)
         self._files = dict(files or {})
-        if link == MEASURED:
-            raise SessionError("link='measured' is for stores; name the bandwidth between the ranks, such as 25Gbit")
         self._encoding = EncodingOptions(profile, link, threads, progress)
         self._baseline_options = BaselineOptions(baseline, memory)
         self.baseline = ""

@@ -19,7 +19,6 @@ from ...transport.stores.deadline import AT_ONCE, Deadline, Transfers, current
 from ...weights.digest import Digest
 from ..logs import log
 from .manifests import Manifest
-from .rates import RateMeter
 from .records import Blob, require_hash
 
 NOTHING = Digest()  # what an announced anchor starts from
@@ -31,16 +30,13 @@ _LATER = 5.0  # seconds after which a store that announces nothing is asked agai
 _HOLD = 30.0  # seconds that one request waits for an announcement
 
 
-def fetch_bucket(
-    store: Store, manifest: Manifest, blob: Blob, meter: RateMeter, ranges: ThreadPoolExecutor | None = None
-) -> bytes:
+def fetch_bucket(store: Store, manifest: Manifest, blob: Blob, ranges: ThreadPoolExecutor | None = None) -> bytes:
     """A bucket, checked.
 
     ranges: threads that fetch a large one, several ranges at a time.
     """
     name = manifest.bucket(blob)
-    with meter.transfer(blob.size):
-        data = fetch(store, name, blob.size, ranges)
+    data = fetch(store, name, blob.size, ranges)
     require_hash(data, blob.hash, name)
     return data
 
@@ -92,7 +88,6 @@ class BucketsAhead:
     """
 
     def __init__(self, store: Store) -> None:
-        self.meter = RateMeter()
         self._store = store
         self._guard = threading.Lock()
         self._place = ""
@@ -138,7 +133,6 @@ class BucketsAhead:
                 future.cancel()
             self._buckets = {}
             self._nbytes = 0
-            self.meter = RateMeter()
 
     def _run(self, wanted: Callable[[Manifest], Sequence[Blob]]) -> None:
         tag: str | None = None
@@ -180,8 +174,7 @@ class BucketsAhead:
             is_late = name in self._buckets or manifest.place == self._closed
             if is_late or self._nbytes + blob.size > AHEAD_BYTES:
                 return None
-            meter = self.meter
-            future = transfers.submit(lambda blob: fetch_bucket(self._store, manifest, blob, meter), blob)
+            future = transfers.submit(lambda blob: fetch_bucket(self._store, manifest, blob), blob)
             self._buckets[name] = future
             self._nbytes += blob.size
             return future

@@ -8,9 +8,7 @@ from typing import Any
 
 from ...errors import SessionError
 from .fields import MOST_VERSION, SMALL, Fields, checked_seconds, counted, matched, parse, read_profiles, written
-from .rates import Rates
 
-_MOST_RATE = 10**15  # bits per second
 _MOST_PROFILES = 16
 _HASH = re.compile(r"[0-9a-f]{64}")
 LEASE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -23,14 +21,12 @@ class Lease:
     name: str
     version: int | None  # None if it holds none, and says only what it can take
     time: float
-    rates: Rates | None = None  # of its last fetches
     profiles: tuple[str, ...] | None = None  # that it can take; None for all
     holding: str | None = None  # the hash of the object that says which parts of the weights it has; None for all
 
     def to_bytes(self) -> bytes:
-        record = vars(self) | {"rates": self.rates and [*map(round, self.rates)]}
-        record["profiles"] = self.profiles and [*self.profiles]
-        for name in ("version", "rates", "profiles", "holding"):
+        record = vars(self) | {"profiles": self.profiles and [*self.profiles]}
+        for name in ("version", "profiles", "holding"):
             if record[name] is None:
                 del record[name]
         return written(record, f"the lease of {self.name}", SMALL)
@@ -38,11 +34,11 @@ class Lease:
     @classmethod
     def parse(cls, data: bytes, label: str) -> Lease:
         fields = Fields(parse(data, label), label)
+        fields.left.pop("rates", None)  # earlier releases wrote how fast they fetched; nobody asks any more
         lease = cls(
             fields.text("name", LEASE_NAME),
             fields.optional("version", lambda v: counted(v, MOST_VERSION), None),
             fields.take("time", checked_seconds),
-            fields.optional("rates", _read_rates, None),
             fields.optional("profiles", _read_profiles, None),
             fields.optional("holding", lambda v: matched(_HASH, v), None),
         )
@@ -55,11 +51,6 @@ def _read_profiles(value: Any) -> tuple[str, ...]:
     if len(names) > _MOST_PROFILES:
         raise ValueError(value)
     return names
-
-
-def _read_rates(value: Any) -> Rates | None:
-    slowest, fastest = value
-    return Rates(counted(slowest, _MOST_RATE), counted(fastest, _MOST_RATE))
 
 
 def lease_name(name: str) -> str:

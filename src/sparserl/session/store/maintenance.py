@@ -109,7 +109,7 @@ class Maintenance:
         self._writer = writer
         self._options = options
         self._saved_anchor = saved_anchor
-        self._encoding_options = encoding
+        self._encoding = encoding
         self.receivers = Receivers(writer, encoding, options.lease)
         self._is_alone = writer.writers.size == 1  # several writers look after their run in step, within `publish`
         self._rungs = options.ladder if options.ladder is not None and self._is_alone else (0, 0)
@@ -123,10 +123,6 @@ class Maintenance:
         self._is_working = False
         self._is_anchor_ready = False  # whether one that had to be made already is not written yet
         self._thread: BackgroundPublish | None = None
-
-    @property
-    def _encoding(self) -> EncodingOptions:
-        return self._writer.measured_link.resolve(self._encoding_options)
 
     @property
     def saves_anchors(self) -> bool:

@@ -13,7 +13,6 @@ from ...errors import SessionError, StoreError
 from ...transport.stores.base import Store
 from .holding_records import HoldingRecord
 from .leases import Lease, lease_name
-from .rates import Rates
 from .records import path
 
 _RENEW = 30.0  # seconds after which a lease is written again
@@ -49,14 +48,12 @@ class OwnLease:
         version: int | None,
         profiles: Collection[str] | None = None,
         holding: HoldingRecord | None = None,
-        rates: Rates | None = None,
     ) -> None:
         """Write down in the store what is held and can be taken; that it could not be written is no reason to fail.
 
         version: of the run; without one, there is no lease of who can take everything.
         profiles: those that can be taken; None for all.
         holding: the parts of the weights that are here; None for all.
-        rates: how fast versions are fetched, where that is known.
         """
         self._put_holding(run, holding)
         if self._name is None or (version is None and profiles is None):
@@ -66,7 +63,7 @@ class OwnLease:
         parts = None if holding is None else holding.hash
 
         def put() -> None:
-            lease = Lease(name, version, self._clock(), rates, known, parts)
+            lease = Lease(name, version, self._clock(), known, parts)
             self._store.put(path(run, "leases", name), lease.to_bytes())
 
         self._lease.write((run, version, known, parts), put)

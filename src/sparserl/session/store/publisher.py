@@ -67,8 +67,7 @@ class Publisher(RunPublisher):
         profile: How patches are encoded: `raw`, `gap`, `ulp`, `ctx`, or `auto`, which takes the smallest or, with
             `link`, the quickest.
         link: The bandwidth between the publisher and its subscribers, such as `25Gbit`, by which `auto` chooses.
-            `measured`: as it was in the last 32 transfers of publisher and subscribers, who write that to their
-            leases. For None, and where no subscriber has told of it yet, `auto` takes the smallest.
+            For None, it takes the smallest.
         anchor_after: An anchor is written when the patches since the last one add up to this many times its bytes.
         keep_anchors: How many anchors stay in the store, with the versions since the oldest; None to keep all versions,
             and earlier runs.
@@ -110,7 +109,7 @@ class Publisher(RunPublisher):
         new_run: bool = False,
         also: Schemes | None = None,
         profile: str = "auto",
-        link: str | None = "measured",
+        link: str | None = None,
         anchor_after: float = 1.0,
         keep_anchors: int | None = 2,
         ladder: tuple[int, int] | None = (8, 64),

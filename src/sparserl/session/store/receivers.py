@@ -1,4 +1,4 @@
-"""What a publisher hears of its receivers: how fast they fetch, and which parts of the weights they have."""
+"""What a publisher hears of its receivers: which profiles they take, and which parts of the weights they have."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ... import plan
 from ...codec import PROFILES
 from ...errors import SparserlError, StoreError, TensorMismatch
 from ...patch.slicing import PROFILES as SLICEABLE
-from ...plan import Link, VaryingLink
+from ...plan import Link
 from ...weights.holdings import MOST_HOLDINGS, MOST_PLACES, SHARED_DIGITS, Holdings
 from ...weights.shards import Place
 from ...weights.table import TensorTable
 from ..logs import log
-from ..options import MEASURED, EncodingOptions
+from ..options import EncodingOptions
 from ..profiles import PARTS, Takers, choose_profiles, in_words
 from .holding_records import holding_name, read_holding
 from .leases import Lease
@@ -26,8 +26,6 @@ from .routes import can_take
 from .run_writer import RunWriter
 
 _EVERY = 10.0  # seconds between looks at leases
-_EVERY_AT_FIRST = 0.5  # as long as no receiver has told of its link, and there were few looks
-_FEW_LOOKS = 60
 _MOST_LEASES = 64  # the newest, that are looked at
 _MOST_LISTED = 2 * MOST_HOLDINGS  # holdings that are looked at
 _END_SECONDS = 1.0  # that the end of a publisher waits for a look
@@ -87,9 +85,6 @@ class Receivers:
         self._thread: threading.Thread | None = None
         self._heard_at = -_EVERY
         self._first_looks = 0
-        self._looks = 0
-        self._asks_for_rates = encoding.profile == "auto" and encoding.link == MEASURED
-        self._logged_link: VaryingLink | None = None
 
     def agree(self, ranks: Iterable[Sequence[Any]]) -> None:
         """On all ranks of a publish: go by what any of them has heard."""
@@ -148,9 +143,7 @@ class Receivers:
     def hear(self) -> None:
         """After a publish: look at leases now and then, on a thread; the next publish goes by them."""
         is_looking = self._thread is not None and self._thread.is_alive()
-        is_unknown = self._asks_for_rates and self._writer.measured_link.link is None
-        every = _EVERY_AT_FIRST if is_unknown and self._looks < _FEW_LOOKS else _EVERY
-        if is_looking or time.monotonic() - self._heard_at < every:
+        if is_looking or time.monotonic() - self._heard_at < _EVERY:
             return
         self._heard_at = time.monotonic()
         self._thread = threading.Thread(target=self.look, name="sparserl-receivers", daemon=True)
@@ -168,14 +161,11 @@ class Receivers:
             hashes = self._writer.holding_hashes(run, _MOST_LISTED, now - self._remembered)
         except SparserlError:
             return  # a later publish looks again
-        self._looks += 1
         current = [lease for lease in leases if now - lease.time < self._lease_seconds]
         if current or hashes:
             self._first_looks = _FIRST_LOOKS
         remembered = [lease for lease in leases if now - lease.time < self._remembered]
         self._hear_takers(run, remembered, hashes)
-        if self._asks_for_rates:
-            self._hear_rates(current)
 
     def close(self) -> None:
         """Wait a moment for a look that is under way."""
@@ -220,9 +210,8 @@ class Receivers:
         if self.profile != "auto":
             return "as asked" if self.profile == self._asked else "what most receivers take"
         choice = f"quickest over {link}" if link is not None else "smallest"
-        measured = ", measured" if isinstance(link, VaryingLink) else ""
         limited = "" if self.profiles is None else f", of {in_words(self.profiles)}"
-        return f"{choice}{measured}{limited}"
+        return f"{choice}{limited}"
 
     def _choose(self, takers: Iterable[Takers], *, can_cut: bool) -> None:
         """Choose what patches are in, by what any rank has heard; say once if it is not what was asked for."""
@@ -296,11 +285,3 @@ class Receivers:
             except SparserlError as error:
                 self._read[key] = error
         return self._read[key]
-
-    def _hear_rates(self, leases: Iterable[Lease]) -> None:
-        measured = self._writer.measured_link
-        measured.hear(lease.rates for lease in leases)
-        link = measured.link
-        if link is not None and (self._logged_link is None or link.has_changed(self._logged_link)):
-            self._logged_link = link
-            log.info("%s: transfers take place at %s: profiles are chosen for that", self._writer.store.url, link)

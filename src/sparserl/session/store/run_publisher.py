@@ -91,7 +91,7 @@ class RunPublisher:
     ) -> None:
         self._source = source
         self._baseline_options = options.baseline
-        self._encoding_options = options.encoding
+        self._encoding = options.encoding
         self._observing = observing
         self._side_files = side_files.SideFiles(options.files, source)
         self.baseline = ""
@@ -159,10 +159,6 @@ class RunPublisher:
     @property
     def _committed(self) -> CommittedVersion | None:
         return self._run_writer.committed
-
-    @property
-    def _encoding(self) -> EncodingOptions:
-        return self._run_writer.measured_link.resolve(self._encoding_options)
 
     def _choose_baseline(
         self, weights: Weights | Shards, own_digest: Digest | None, options: BaselineOptions
@@ -344,7 +340,7 @@ class RunPublisher:
     ) -> SyncReport:
         """A version after the first: a patch."""
         self._run_writer.is_sending = True
-        encoding = self._run_writer.measured_link.resolve(self._encoding_options, is_coded=committed.baseline.is_on_gpu)
+        encoding = self._encoding
 
         def encode(upload: Upload) -> Patch:
             with watch.stage("encode"):

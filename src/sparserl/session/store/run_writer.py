@@ -23,7 +23,6 @@ from . import side_files, transfer
 from .coming import NOTHING
 from .head import HeadMove, HeadWriter, Steps
 from .leases import Lease
-from .rates import MeasuredLink
 from .records import (
     MOST_HEAD,
     FileChanges,
@@ -67,7 +66,6 @@ class RunWriter:
         self.writers = writers
         self.clock = clock
         self.committed: CommittedVersion | None = None
-        self.measured_link = MeasuredLink()
         self.is_sending = False  # whether there may be objects of a version that nothing refers to yet
         self.holdings: Holdings | None = None  # the parts that receivers have which do not have all
         self._turn = threading.RLock()  # of the thread that moves the head: that of a publish, or of upkeep behind it
@@ -115,9 +113,7 @@ class RunWriter:
                 self.store, run.run, place, run.layout, progress, wait, holdings, announced_base
             ) as upload:
                 patches.append(encode(upload))
-                share = upload.finish(patches[0])
-            self.measured_link.uploads.add(upload.meter)
-            return share
+                return upload.finish(patches[0])
 
         sent_by_rank = self.writers.gather(
             "upload", send_share, transfer.UploadedPatch.to_bytes, transfer.UploadedPatch.parse

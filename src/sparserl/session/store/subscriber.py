@@ -35,7 +35,6 @@ from .manifests import Manifest
 from .neighbours import NeighbourOptions, Served
 from .own_lease import OwnLease
 from .pinning import OwnPin
-from .rates import RecentRates
 from .records import HEAD, Blob, HeadRecord, RouteStep, RunRecord, StoreSnapshot, run_id
 from .retention import read_head
 from .side_files import StoredFiles
@@ -132,7 +131,6 @@ class Subscriber(Receiver):
         except BaseException:
             self.store.close()
             raise
-        self._rates = RecentRates()
         self._snapshot: StoreSnapshot | None = None
         self._newest_head: HeadRecord | None = None  # of all heads seen: nothing older is accepted
         self._awaited_head: StoredObject | None = None  # for the next look at the store
@@ -445,7 +443,6 @@ class Subscriber(Receiver):
         try:
             with watch.stage("fetch"):
                 fetch.fetch_into(arrival)
-                self._rates.add(fetch.meter, self._ahead.meter)
                 self._ahead.clear()
             with watch.stage("stage"):
                 prepared = arrival.finish()
@@ -484,7 +481,7 @@ class Subscriber(Receiver):
             return
         start = self._start_in(snapshot.run.run)
         holding = self._holding.record(self._table)
-        self._lease.renew(snapshot.run.run, start and start[0], self._profiles(), holding, self._rates.extremes)
+        self._lease.renew(snapshot.run.run, start and start[0], self._profiles(), holding)
         if self._served is not None and self._versions_behind(snapshot) == 0:
             self._served.show(snapshot.tag)
 

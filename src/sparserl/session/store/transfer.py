@@ -28,7 +28,6 @@ from ..arrival import Arrival, ArrivingPatch
 from .coming import Announcer, BucketsAhead, fetch_bucket
 from .fields import canonical, sha256
 from .manifests import Manifest
-from .rates import RateMeter
 from .records import Blob, RouteStep, get_named, path
 
 R = TypeVar("R")
@@ -127,7 +126,6 @@ class Upload:
         self._wait = wait
         self._profiles: set[str] = set()
         self._entries = 0
-        self.meter = RateMeter()
         self._blobs: list[Blob] = []
         self._transfers = Transfers(AT_ONCE, f"{store.url}: run {run}")
         self._sink = self._transfers.sink(self._put, FLIGHT_BYTES, self._written)
@@ -186,8 +184,7 @@ class Upload:
     def _put(self, row: tuple[Bucket, int]) -> Blob:
         bucket, mark = row
         blob = Blob(sha256(bucket), len(bucket))
-        with self.meter.transfer(blob.size):
-            self._store.put(self._manifest.bucket(blob), bucket)
+        self._store.put(self._manifest.bucket(blob), bucket)
         if self._announcer is not None:
             self._announcer.add(blob, mark, self._holding_names)
         return blob
@@ -279,7 +276,6 @@ class Fetch:
         self._progress = progress
         self._restore = restore
         self._label = f"{store.url}: run {run}"
-        self.meter = RateMeter()
         self._steps = [] if begun is None else begun.same_steps([step for step, _ in route])
         with Transfers(AT_ONCE, self._label) as transfers:
             self._steps += transfers.ahead(lambda row: self._begin(*row), route[len(self._steps) :])
@@ -330,7 +326,7 @@ class Fetch:
                 number, manifest, blob = row
                 data = None if self._ahead is None else self._ahead.take(manifest, blob)
                 if data is None:
-                    data = fetch_bucket(self._store, manifest, blob, self.meter, ranges)
+                    data = fetch_bucket(self._store, manifest, blob, ranges)
                 return number, data
 
             for number, bucket in transfers.ahead(get, missing, lambda row: row[2].size, FLIGHT_BYTES):

@@ -37,7 +37,7 @@ def test_a_round_trip_in_processes_of_their_own(here: Path) -> None:
         (("publish", "1", url, "--signing-key", "mine", "--state", "mystate"), "run "),
         (("follow", url, "-o", "out", "--once", "--trusted-key", public), "version 1: anchor, "),
         (("publish", "2.safetensors", url, "--signing-key", "mine", "--state", "mystate"), "run "),
-        (("follow", url, "-o", "out", "--once", "--trusted-key", public), "version 2: patch, "),
+        (("follow", url, "-o", "out", "--once", "--trusted-key", public), "version 2: patch in "),
         (("fsck", url, "--trusted-key", public), ""),
     ):
         done = program(*args)
@@ -141,6 +141,7 @@ def test_what_cannot_be_published_is_one_line(here: Path) -> None:
     usage("publish", "0")
     assert "not a profile" in usage("publish", "0", "file://new", "--profile", "zip")
     assert "'25G' is not a bandwidth" in usage("publish", "0", "file://new", "--link", "25G")
+    assert "auto takes the smallest" in usage("publish", "0", "file://new", "--link", "measured")
 
 
 def test_follow_once(here: Path) -> None:

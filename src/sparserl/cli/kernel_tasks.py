@@ -23,13 +23,12 @@ from ..kernels import cpu
 from ..kernels.cpu.arguments import ClassEnds, Tiled
 from ..parallel import default_threads
 from ..patch import Patch, diff, squash
-from ..patch.warmup import THRESHOLDS, find_classes
+from ..patch.warmup import THRESHOLDS, find_classes, warm_up
 from ..session import Publisher, Subscriber
 from ..weights import dlpack
 from ..weights.dtypes import BY_NAME, Bits, DType
 from ..weights.local import LocalWeights
 from ..weights.marks import Bitmap
-from ..weights.warmup import warm_up
 
 _ELEMENTS = (5 << 20) // 2  # in two buckets of an anchor, so that its tensor is cut
 _FEW = 1000  # changes

@@ -1,4 +1,4 @@
-"""Compiles, or loads, the CPU's kernels that receivers come to need, before the first patch does."""
+"""Loads, or compiles, the kernels that later versions come to need, before the first one is there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from ..codec import PROFILES
 from ..codec.ctx import magnitude
 from ..kernels import cpu
-from ..kernels.cpu.arguments import ClassChanges, ClassStreams, Landing, Tiled
+from ..kernels.cpu.arguments import ClassChanges, ClassStreams, InTensor, Landing, Tiled
 from ..weights import dlpack
 from ..weights.digest import place_sums
 from ..weights.dtypes import Bits, DType, UIntArray
@@ -33,14 +33,32 @@ _warm: set[DType] = set()
 _warming = threading.Lock()
 
 
-def warm_up(dtypes: Iterable[DType]) -> None:
-    """Compile what takes patches of weights of some dtypes, of any profile, or load it if it was compiled before.
+def warm_up(weights: LocalWeights, new: LocalWeights | None = None) -> None:
+    """Load or compile the kernels that syncs of weights on GPUs launch, once for a process; on a CPU nothing is done.
+
+    new: weights that they will be compared with; None for weights that are only written to.
+    """
+    if not weights.gpu_streams and (new is None or not new.gpu_streams):
+        return
+    warm_up_cpu(spec.dtype for spec in weights.table.specs)
+    if weights.has_kernels:
+        from ..weights import gpu_grids, on_gpu
+
+        on_gpu.warm_up(weights, new)
+        gpu_grids.warm_up(weights)
+
+
+def warm_up_cpu(dtypes: Iterable[DType]) -> None:
+    """Load or compile what takes patches of weights of some dtypes, of any profile.
 
     Weights on GPUs need it, too: few changes and some streams are for the CPU.
     """
     with _warming:
         no_items = np.empty(0, np.int64)
         has_items({}, no_items, no_items)
+        no_rows = no_items.reshape(0, 1)
+        nowhere = InTensor(no_items, no_items, no_rows, no_rows, no_rows.astype(np.uint64))
+        cpu.changes.locate(no_items, nowhere, no_items.astype(np.uint32), no_items)
         dlpack.warm_up()
         for dtype in {*dtypes} - _warm:
             for changes in (_FEW, _SHAPE[0] * _SHAPE[1] // 4, _SHAPE[0] * _SHAPE[1]):

@@ -23,13 +23,13 @@ from ..patch import Captured, Patch, TrackedChanges, capture, capture_tracked
 from ..patch.apply import apply
 from ..patch.compare import Timed
 from ..patch.tracked import part_sums
+from ..patch.warmup import warm_up
 from ..plan import Link
 from ..weights.digest import Digest, digest, table_digest
 from ..weights.holdings import Holdings
 from ..weights.local import LocalWeights
 from ..weights.memory import Weights
 from ..weights.shards import Shards
-from ..weights.warmup import warm_up
 from .anchors import copy_weights
 from .options import BaselineOptions
 
@@ -157,6 +157,7 @@ class NoBaseline:
         observed: whether someone reads the patches here, who has no old bits either: then `ulp` and `ctx` are left out.
         """
         local = LocalWeights.of(weights)
+        warm_up(local)
         self._table = local.table
         self._observed = observed
         self.sums = part_sums(local, threads)
@@ -224,6 +225,8 @@ class ResumedBaseline:
         **options: Any,
     ) -> Captured | TrackedChanges:
         """What changed."""
+        if isinstance(self._baseline, HostBaseline):
+            warm_up(LocalWeights.of(weights))  # the next capture is of these alone
         if self._observed and profile == "auto":
             profiles = _readable(profiles)
         return self._baseline.capture(weights, profile=profile, profiles=profiles, **options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -64,8 +65,9 @@ def compare(cut: Cut, some: np.ndarray[Any, Any], old: Sequence[Any], new: Seque
     device = old[0].device
     with _on(device), torch.no_grad():
         blocks = gpu.changes.Blocks(old[0].element_size(), [tensor.numel() for tensor in old], device)
-        new_side = blocks.side([tensor.detach().to(old[0].dtype) for tensor in new])
-        old_side = blocks.side([tensor.detach() for tensor in old])
+        sides = [blocks.side([tensor.detach().to(old[0].dtype) for tensor in tensors]) for tensors in (old, new)]
+        aligned = all(side.aligned for side in sides)  # or neither: kernels are compiled for versions alike
+        old_side, new_side = (replace(side, aligned=aligned) for side in sides)
         bitmap, block_counts = gpu.changes.diff(blocks, old_side, new_side)
         counts = fetch(gpu.streams.part_changes(blocks, block_counts))().astype(np.int64)
         changes = gpu.changes.compact(

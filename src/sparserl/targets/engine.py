@@ -17,7 +17,7 @@ from ..parallel import require_threads
 from ..patch import Application, Patch, Replacement, diff, stage_all
 from ..patch.sliced import stage_slices
 from ..patch.slicing import PROFILES
-from ..patch.warmup import warm_up as warm_up_cpu
+from ..patch.warmup import warm_up, warm_up_cpu
 from ..sources.tying import heads
 from ..weights.digest import Digest, element_sums, place_sums
 from ..weights.dtypes import Bits, UIntArray
@@ -27,7 +27,6 @@ from ..weights.region import Region, whole
 from ..weights.shards import Part, Place, Shards
 from ..weights.table import TensorTable
 from ..weights.tensors import memories, memory_of
-from ..weights.warmup import warm_up
 from .modules import ModuleTarget
 from .pieces import Piece, by_tensor, moved_name
 from .target import Change, Undo

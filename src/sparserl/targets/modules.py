@@ -11,6 +11,7 @@ from typing import Any, cast
 from .. import sources
 from ..errors import ChecksumMismatch, TensorMismatch, UnsupportedTensor, WrongBase
 from ..patch import Application, Replacement, diff, squash, stage_all
+from ..patch.warmup import warm_up
 from ..sources.renaming import Renaming
 from ..sources.tying import configs_of, tied_names
 from ..weights.digest import Digest
@@ -18,7 +19,6 @@ from ..weights.local import LocalWeights
 from ..weights.memory import Weights, tied_groups
 from ..weights.table import TensorTable
 from ..weights.tensors import memories
-from ..weights.warmup import warm_up
 from .target import Change, Undo
 
 

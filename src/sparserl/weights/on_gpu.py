@@ -365,15 +365,17 @@ def warming() -> Iterator[None]:
 
 
 def warm_up(weights: LocalWeights, new: LocalWeights | None = None) -> None:
-    """Compile the kernels that syncs of weights on GPUs need, or comparisons of them with new ones.
+    """Compile the kernels that syncs of weights on GPUs need, and comparisons of them with new ones.
 
-    Receivers that are several versions behind also compare copies, which are aligned.
+    Copies of the weights, which are aligned, are written and compared, too: by a publisher whose baseline goes on, and
+    by receivers that are several versions behind.
     """
-    rest, compared = (weights.places, []) if new is None else split_by_gpu(weights.places, weights, new)
+    own = split_by_gpu(weights.places, weights, with_rows=True)[1]
+    compared = [] if new is None else split_by_gpu(weights.places, weights, new)[1]
     kinds = {
         (runs.dtype, runs.device, aligned, runs.is_cast, runs.has_rows)
-        for runs in (*compared, *split_by_gpu(rest, weights, with_rows=new is None)[1])
-        for aligned in {*runs.aligned.tolist(), *([True] if new is None else [])}
+        for runs in (*own, *compared)
+        for aligned in {*runs.aligned.tolist(), True}
     }
     if not kinds or gpu.changes.INTERPRETED:
         return

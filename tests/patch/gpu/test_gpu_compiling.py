@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import inspect
 import math
+from contextlib import contextmanager, nullcontext
 
+import numpy as np
 import pytest
 
 import sparserl
@@ -18,8 +20,9 @@ from sparserl.targets.pieces import Piece
 from sparserl.weights import on_gpu
 from sparserl.weights.region import whole
 from sparserl.weights.staging import lazy_bits
-from tests.patch.gpu.gpu_weights import CUDA, INTERPRETED, WITHOUT_KERNELS
+from tests.patch.gpu.gpu_weights import CUDA, DEVICE, INTERPRETED, WITHOUT_KERNELS, needs_kernels, on_host, same_bits
 from tests.patch.gpu.rank_weights import Ranks, versions
+from tests.targets.test_engine_kernels import ready_kernels
 from tests.triton_runs import LaunchedVariants
 
 pytest.importorskip("triton")
@@ -122,6 +125,126 @@ def test_engines_see_nothing_of_what_is_compiled(tmp_path, monkeypatch):
     assert torch.equal(fused.cpu().view(torch.int16), torch.cat([*host.values()]).view(torch.int16))
 
 
+@needs_kernels
+@pytest.mark.parametrize(
+    ("role", "profile"),
+    [
+        ("subscriber", "ctx"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [
+                ("subscriber", "gap"),
+                ("subscriber", "raw"),
+                ("publisher", "ctx"),
+                ("publisher", "gap"),
+                ("tracked", "ctx"),
+                ("resumed", "ctx"),
+            ]
+        ),
+    ],
+)
+def test_all_kernels_are_there_with_the_first_version(tmp_path, monkeypatch, role, profile):
+    """No later one needs more: of a subscriber alone, of a publisher with its baseline on the GPU, of one that has none
+    since its source tracks changes, and of such a one that goes on after a restart.
+
+    The subscriber takes one patch, undoes it, is several versions behind, goes back by an anchor, and is audited.
+    """
+    if not CUDA:
+        small_blocks(monkeypatch, 1024)  # sums are wrong in smaller ones
+    folder = str(tmp_path)
+    tensors = off_boundaries({"w": (30, 41), "v": (700,)}, seed=1)
+    module = torch.nn.Module()
+    for name, tensor in tensors.items():
+        module.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+    params = [*module.parameters()]
+    tracked = sparserl.sources.track(None, module, params=params) if role in ("tracked", "resumed") else None
+    source = tracked or (module if role == "publisher" else lambda: on_host(tensors))
+    baseline = {"publisher": "device", "subscriber": "host"}.get(role, "none")
+    received = off_boundaries({"w": (30, 41), "v": (700,)}, seed=2) if role == "subscriber" else on_host(tensors)
+    options = {"profile": profile, "baseline": baseline, "ladder": None, "anchor_after": 1e9, "keep_anchors": None}
+    if role == "resumed":
+        with sparserl.Publisher(folder, source, **options) as publisher:
+            publisher.publish()
+        change(params, 0.02, 9, tracked)
+    monkeypatch.setattr(gpu.changes, "INTERPRETED", False)
+    monkeypatch.setattr(on_gpu, "_warm", set())
+    with (
+        new_kernels(monkeypatch) as new,
+        sparserl.Publisher(folder, source, **options) as publisher,
+        sparserl.Subscriber(folder, received) as subscriber,
+    ):
+        publisher.publish()
+        if role == "subscriber":
+            subscriber.stage()
+        assert len(new()) > 10
+        for seed, share in enumerate((0.02, 0.02, 0.3) if CUDA else (0.02, 0.02)):
+            change(params, share, seed, tracked)
+            publisher.publish()
+        if role == "subscriber":
+            subscriber.commit()
+            subscriber.goto(1)
+            subscriber.stage(2)
+            subscriber._staged.prepared[0].commit()()
+            subscriber.commit()
+            subscriber.goto(0)
+            subscriber.audit()
+            subscriber.sync()
+        assert new() == []
+        subscriber.sync()
+    assert same_bits(received, tensors)
+
+
+def off_boundaries(shapes, seed):
+    """Random tensors, none of which begins at a 16-byte boundary."""
+    rng = np.random.default_rng(seed)
+    memories = (rng.integers(0, 1 << 14, math.prod(shape) + 1, np.int16) for shape in shapes.values())
+    flat = (torch.from_numpy(memory).to(DEVICE).view(torch.bfloat16)[1:] for memory in memories)
+    return {name: tensor.view(shape) for (name, shape), tensor in zip(shapes.items(), flat, strict=True)}
+
+
+def change(params, share, seed, tracked=None):
+    """Change a share of all elements by one bit, in a step that is tracked."""
+    rng = np.random.default_rng(seed)
+    with tracked.step() if tracked else nullcontext():
+        for param in params:
+            where = torch.from_numpy((rng.random(tuple(param.shape)) < share).astype(np.int16)).to(DEVICE)
+            param.detach().view(torch.int16).bitwise_xor_(where)
+
+
+@contextmanager
+def new_kernels(monkeypatch):
+    """Returns the kernels that were loaded or compiled since the last call: Triton's and, for the CPU, Numba's."""
+    known = set()
+
+    def new(found):
+        fresh = sorted(found - known, key=str)
+        known.update(fresh)
+        return fresh
+
+    if not CUDA:
+        with LaunchedVariants() as launched:
+            yield lambda: new(launched.variants | ready_kernels())
+        return
+    from triton import knobs
+
+    loaded = set()
+    monkeypatch.setattr(gpu.warmup, "unwatched", nullcontext)
+    monkeypatch.setattr(
+        knobs.runtime, "jit_post_compile_hook", lambda **facts: loaded.add((facts["fn"].name, str(facts["key"])))
+    )
+    _forget_compiled()
+    yield lambda: new(loaded | ready_kernels())
+
+
+def small_blocks(monkeypatch, few):
+    """Programs of kernels take so few elements: the interpreter takes long."""
+    parameters = [*inspect.signature(gpu.changes.Blocks).parameters]
+    defaults = [*gpu.changes.Blocks.__init__.__defaults__]
+    defaults[parameters.index("block") - len(parameters)] = few
+    monkeypatch.setattr(gpu.changes.Blocks.__init__, "__defaults__", tuple(defaults))
+    monkeypatch.setitem(gpu.warmup.warm_up.__kwdefaults__, "block", few)
+
+
 @interpreted
 @pytest.mark.parametrize(
     ("ranks", "profile"),
@@ -132,12 +255,7 @@ def test_engines_see_nothing_of_what_is_compiled(tmp_path, monkeypatch):
 )
 def test_attaching_warms_what_ranks_launch(monkeypatch, ranks, profile):
     """Columns, turned parts and parts at odd addresses: one version, several behind, an anchor, an audit."""
-    few = 256
-    parameters = [*inspect.signature(gpu.changes.Blocks).parameters]
-    defaults = [*gpu.changes.Blocks.__init__.__defaults__]
-    defaults[parameters.index("block") - len(parameters)] = few  # the interpreter takes long
-    monkeypatch.setattr(gpu.changes.Blocks.__init__, "__defaults__", tuple(defaults))
-    monkeypatch.setitem(gpu.warmup.warm_up.__kwdefaults__, "block", few)
+    small_blocks(monkeypatch, 256)
     monkeypatch.setattr(on_gpu, "_warm", set())
     old, middle, new = versions(3)
     with LaunchedVariants() as launched:

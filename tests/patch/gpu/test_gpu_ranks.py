@@ -12,7 +12,7 @@ from sparserl.patch import Patch
 from sparserl.patch import replacement as replacement_module
 from sparserl.patch.contents import BucketList, Contents
 from sparserl.patch.sliced import _Slices, stage_slices
-from sparserl.patch.warmup import warm_up
+from sparserl.patch.warmup import warm_up_cpu
 from sparserl.session.parts import apply_to_parts
 from sparserl.targets import engine as engine_module
 from sparserl.targets.engine import copy_shards
@@ -35,7 +35,7 @@ torch = pytest.importorskip("torch")
 @pytest.fixture
 def only_on_gpu(monkeypatch, nothing_leaves_the_gpu):
     """No bucket is decoded on the CPU, and no sample of the weights is larger than what may leave the GPU."""
-    warm_up({BY_NAME["bfloat16"], BY_NAME["float32"]})  # attaching would do it, by patches of its own in host memory
+    warm_up_cpu({BY_NAME["bfloat16"], BY_NAME["float32"]})  # attaching would, by patches of its own in host memory
     monkeypatch.setattr(replacement_module, "_SAMPLE_ELEMENTS", 64)
     if not WITHOUT_KERNELS:
         monkeypatch.setattr(Contents, "decode", None)

@@ -211,6 +211,7 @@ def test_json(files: Path) -> None:
         "already": False,
         "unreached": [],
         "files": [],
+        "left_out": [],
     }
     assert said("squash", "01.patch", "12.patch", "--base", "0", "-o", "02.patch")["path"] == "02.patch"
     assert said("invert", "01.patch", "--base", "0", "-o", "10.patch")["result_digest"] == stats.base_digest

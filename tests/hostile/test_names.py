@@ -71,10 +71,14 @@ def test_names_of_files_and_objects_too(here: Path) -> None:
     stray.write_bytes(b"x")
     invoke("gc", "file://store", "--grace", "0s", "--dry-run")
     invoke("fsck", "file://store")
-    for args in (("inspect", NAME), ("log", f"file://{NAME}"), ("doctor", f"file://{here}/0.safetensors/{NAME}")):
+    for args, seen in (
+        (("inspect", NAME), "\\x1b]0;owned"),
+        (("log", f"file://{NAME}"), "%1B%5D0%3Bowned"),
+        (("doctor", f"file://{here}/0.safetensors/{NAME}"), "%1B%5D0%3Bowned"),
+    ):
         failed = invoke(*args)
         assert failed.exit_code == 1
-        assert "\\x1b]0;owned" in failed.stderr
+        assert seen in failed.stderr
 
 
 def test_pages_hold_no_markup_of_others(here: Path) -> None:

@@ -64,8 +64,8 @@ MUTANTS = (
     Mutant(
         "only what generates is refused for its version",
         "integrations/vllm_versions.py",
-        'if demands or (scope.get("method") == "POST" and path.startswith(_GENERATING)):',
-        'if scope.get("method") == "POST" and (demands or path.startswith(_GENERATING)):',
+        'if demands or (scope.get("method") == "POST" and generates):',
+        'if scope.get("method") == "POST" and (demands or generates):',
         Tests("integrations/test_vllm_versions.py", "every_method or websocket"),
     ),
     Mutant(

@@ -66,14 +66,14 @@ MUTANTS = (
         "sources/modules.py",
         "if self._cast is None or name in self.buffers else",
         "if self._cast is None else",
-        Tests("sources/test_casting.py"),
+        Tests("sources/test_casts.py"),
     ),
     Mutant(
         "a tracker casts buffers",
         "sources/tracker.py",
         "if name not in buffers and (dtype",
         "if (dtype",
-        Tests("sources/test_casting.py"),
+        Tests("sources/test_casts.py"),
     ),
     Mutant(
         "tensors are not quantized anew, whatever has changed",

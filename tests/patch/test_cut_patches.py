@@ -69,7 +69,7 @@ def test_patches(profile, timed, monkeypatch):
     assert (patch.base, patch.result, patch.changed) == (plain.base, plain.result, plain.changed)
     assert Patch.from_bytes(patch.to_bytes()).apply(old).changed == plain.changed
     assert sparserl.digest(old) == sparserl.digest(new)
-    back = captured.back()
+    back = captured.back()()
     assert (back.base, back.result) == (patch.result, patch.base)
 
 

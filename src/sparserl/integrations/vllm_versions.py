@@ -96,9 +96,12 @@ class VersionMiddleware:
         name = MIN_VERSION.lower().encode()
         demands = [value.decode("latin-1") for key, value in scope["headers"] if key == name]
         path = scope["path"].removeprefix(scope.get("root_path", ""))
+        generates = path.startswith(_GENERATING)
+        if scope.get("method") in ("GET", "HEAD") and not generates:
+            demands = []  # whoever sends them with every request may look at health and metrics
         engine = getattr(scope["app"].state, "engine_client", None)  # servers that only render have none
         start = None
-        if demands or (scope.get("method") == "POST" and path.startswith(_GENERATING)):
+        if demands or (scope.get("method") == "POST" and generates):
             start = await _version(engine)
         if demands:
             try:

@@ -267,7 +267,7 @@ def test_captured():
     found = capture(was, now)
     for tensor in now.values():
         tensor.zero_()
-    for patch in (found.encode(), found.encode(link="100GB/s"), found.back()):
+    for patch in (found.encode(), found.encode(link="100GB/s"), found.back()()):
         start, end = (new, old) if patch.base == sparserl.digest(new) else (old, new)
         weights = on_host(start)
         patch.apply(weights)

@@ -117,9 +117,11 @@ def _trusting(options: dict[str, Any], ca: Path) -> dict[str, Any]:
 
 
 def _expanded(path: Path) -> Path:
-    if "\0" in str(path):
-        raise StoreError(f"{str(path)!r}: no path has a zero in it")
     try:
+        if b"\0" in os.fsencode(path):
+            raise StoreError(f"{str(path)!r}: no path can be so: it has a zero in it")
         return path.expanduser()
+    except UnicodeEncodeError as error:
+        raise StoreError(f"{str(path)!r}: no path can be so: {error.reason}") from None
     except RuntimeError as error:
         raise StoreError(f"{str(path)!r}: {error}") from error

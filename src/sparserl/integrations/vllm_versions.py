@@ -33,6 +33,7 @@ _TELLABLE = re.compile(r"[!-~]([ -~]*[!-~])?")  # in a header
 _UNKNOWN = "unknown"
 _OURS = {name.lower().encode() for name in (START_VERSION, END_VERSION)}
 _STARTS = ("http.response.start", "websocket.accept", "websocket.http.response.start")
+_HEALTH = ("/health", "/ping", "/metrics")
 _GENERATING = (  # where vLLM generates, scores or embeds
     *("/v1", "/v2", "/inference", "/cohere", "/invocations"),
     *("/generative_scoring", "/pooling", "/classify", "/score", "/rerank"),
@@ -97,8 +98,8 @@ class VersionMiddleware:
         demands = [value.decode("latin-1") for key, value in scope["headers"] if key == name]
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         generates = path.startswith(_GENERATING)
-        if scope.get("method") in ("GET", "HEAD") and not generates:
-            demands = []  # whoever sends them with every request may look at health and metrics
+        if path in _HEALTH:
+            demands = []  # a client that sends them with every request may ask whether the engine lives
         engine = getattr(scope["app"].state, "engine_client", None)  # servers that only render have none
         start = None
         if demands or (scope.get("method") == "POST" and generates):

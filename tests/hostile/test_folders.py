@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -293,22 +293,30 @@ def test_only_what_is_ours_is_cleared(url: str, tmp_path: Path) -> None:
     assert not any((root / name).exists() for name in drafts)
 
 
-def nest(folder: Path, depth: int = 1200) -> None:
-    """Make folders one in the other: more than Python nests calls."""
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
-    for _ in range(depth):
-        os.mkdir("d", dir_fd=handle)
-        inner = os.open("d", os.O_RDONLY, dir_fd=handle)
+@pytest.fixture
+def nest(tmp_path: Path) -> Iterator[Callable[[Path], None]]:
+    """Makes folders one in the other, more than Python nests calls; pytest could not remove them, so `rm` does."""
+
+    def make(folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+        for _ in range(1200):
+            os.mkdir("d", dir_fd=handle)
+            inner = os.open("d", os.O_RDONLY, dir_fd=handle)
+            os.close(handle)
+            handle = inner
         os.close(handle)
-        handle = inner
-    os.close(handle)
+
+    yield make
+    subprocess.run(["rm", "-rf", tmp_path / "out"], check=True)
 
 
 @pytest.mark.parametrize(
     "where", [f".sparserl/{'0' * 32}", f".sparserl/old-{'1' * 32}", f"versions/{'2' * 16}-{7:012d}"]
 )
-def test_folders_are_removed_however_deep_they_are(where: str, url: str, tmp_path: Path) -> None:
+def test_folders_are_removed_however_deep_they_are(
+    where: str, url: str, tmp_path: Path, nest: Callable[[Path], None]
+) -> None:
     """A target opens and prunes, whatever lies in its folders."""
     root = tmp_path / "out"
     nest(root / where)
@@ -344,7 +352,9 @@ def test_old_versions_are_pruned(keep: int, weights: dict[str, np.ndarray], tmp_
     assert (target.current / "model.safetensors").exists()
 
 
-def test_folders_that_are_too_deep_are_not_copied(url: str, weights: dict[str, np.ndarray], tmp_path: Path) -> None:
+def test_folders_that_are_too_deep_are_not_copied(
+    url: str, weights: dict[str, np.ndarray], tmp_path: Path, nest: Callable[[Path], None]
+) -> None:
     """Somebody has put them into the current version, from which the next one is made."""
     with (
         Subscriber(url, targets.folder(tmp_path / "out")) as subscriber,

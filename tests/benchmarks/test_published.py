@@ -124,7 +124,7 @@ def speed_sentences() -> list[str]:
         f"`diff` takes {memory['to_disk']} MiB beyond its inputs, `apply` {memory['applied']}",
         f"{library['parameters'] / 1e9:.1f} billion parameters, {gpu['kernels']['density']:.1%} changed",
         f"in `ctx` take {library['ctx']['diff ms']:.0f} and {library['ctx']['apply ms']:.0f} ms",
-        f"added {training['step ratio'] - 1:.1%} to a training step",
+        f"added {max(0.0, training['step ratio'] - 1):.1%} to a training step",
     ]
 
 

@@ -237,6 +237,8 @@ class Maintenance:
         def weights_of(number: int) -> Any:
             return self._frozen(due.version, number) if weights is None else weights
 
+        if self._is_collection_due:  # since a version was being sent when it was the last one's turn
+            self._try(self._collect)
         has_weights = due.version.baseline.weights is not None
         if has_weights:
             self._try(lambda: self._squash_if_due(due.version, weights_of))

@@ -41,7 +41,7 @@ def _part_of_readme(match: re.Match[str]) -> str:
     beginning, *sections = re.split("^## ", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
     parts = {section.partition("\n")[0]: f"## {section}" for section in sections}
     parts["the beginning"] = beginning.partition("\n")[2]
-    return parts[match[1]].replace("](docs/", "](")
+    return re.sub(r"\]\((?!https?:|#)", "](../", parts[match[1]]).replace("](../docs/", "](")
 
 
 def command_line() -> str:

@@ -47,8 +47,10 @@ class BackgroundPublish:
         self._failure: BaseException | None = None
         self._is_reported = False
         name = f"sparserl-{what.removeprefix('a ')}"
-        threading.Thread(target=self._run, args=(work,), name=name, daemon=True).start()
-        _pending.add(self)
+        thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
+        thread.start()
+        if not self.done():
+            _pending.add(self)
 
     def done(self) -> bool:
         """Whether the publish has ended, well or not."""
@@ -103,6 +105,8 @@ class BackgroundPublish:
             self._failure = error
         finally:
             self._finished.set()
+            if self._failure is None:
+                _pending.discard(self)
 
 
 class BackgroundSlot:

@@ -60,10 +60,19 @@ class Ladder:
 
     def take(self) -> None:
         """Write to disk what waits, and let go of what no rung needs any more."""
-        while self._waiting:
-            version, make = self._waiting.popleft()
+        while True:
+            try:
+                version, make = self._waiting.popleft()
+            except IndexError:  # none is left, or all were given up just now
+                return
             self._back[version] = make()
-            self._back.pop(version - self.spans[-1] if self.spans else -1, None)
+            self.forget(0)
+
+    def forget(self, version: int) -> None:
+        """Let go of the ways back from versions up to this one, as far as no rung needs them."""
+        last = version if not self.spans else max(self._back, default=0) - self.spans[-1]
+        for old in [old for old in self._back if old <= last]:
+            del self._back[old]
 
     def due(self, version: int) -> int | None:
         """The newest version, up to this one, that rungs end at and were not made to yet."""
@@ -76,8 +85,7 @@ class Ladder:
         An element is copied before such a write or after it. Either way its old bits are in the way back of that
         write, which was added before it began; and they are put in their place here.
         """
-        if not self.spans:
-            self._back.clear()  # of an earlier copy
+        self.forget(version)
         copy = _copy(weights)
         self.take()
         newer = sorted((newer for newer in self._back if newer > version), reverse=True)
@@ -92,7 +100,6 @@ class Ladder:
         self, version: int, weights: dict[str, Bits], profile: str = "auto", threads: int | None = None
     ) -> Iterator[tuple[int, Patch]]:
         """Squashed patches to a version, whose weights these are, and where each of them starts; the shortest first."""
-        self.newest = version
         due = [span for span in self.spans if version % span == 0 and version - span + 1 in self._back]
         old = _copy(weights)
         reached = version
@@ -100,11 +107,13 @@ class Ladder:
             while reached > version - span:
                 back = self._back.get(reached)
                 if back is None:
+                    self.newest = version
                     return
                 back.apply(old, digest=back.base, threads=threads)
                 reached -= 1
             start = self._back[reached + 1].result
             yield reached, diff(old, weights, profile=profile, base_digest=start, threads=threads)
+        self.newest = version
 
 
 def _copy(weights: Weights | Shards) -> Any:
@@ -115,9 +124,12 @@ def _copy(weights: Weights | Shards) -> Any:
 
         from ...weights.gpu_zeros import copies_like
 
-        torch.cuda.synchronize()  # the last version may still be written, by another stream
+        devices = [device for device in local.gpu_streams if device.type == "cuda"]
+        for device in devices:
+            torch.cuda.synchronize(device)  # the last version may still be written, by another stream
         copy = copies_like(weights)
-        torch.cuda.synchronize()
+        for device in devices:
+            torch.cuda.synchronize(device)
         if copy is not None:
             return copy
     available = available_memory()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
-from ...errors import Fenced, SessionError, SparserlError
+from ...errors import Fenced, SessionError
 from ...patch import Captured, Patch
 from ...weights.memory import Weights
 from ...weights.shards import Shards
@@ -119,6 +119,7 @@ class Maintenance:
         self._are_pins_due = True  # whether retention may have removed what was being pinned
         self._is_collection_due = False
         self._lock = threading.Lock()
+        self._saving = threading.Lock()  # of the state folder, which both threads write to
         self._due: _Due | None = None  # what the thread does next
         self._is_working = False
         self._is_anchor_ready = False  # whether one that had to be made already is not written yet
@@ -142,6 +143,8 @@ class Maintenance:
     def begin_layout(self, anchor: Patch, run: str, version: int) -> None:
         """A new run, or other tensors, are about to begin: save the anchor first, for whoever is killed after that."""
         self.finish()  # upkeep of what was before would take its own anchor for the one to keep
+        self._due = None
+        self._is_anchor_ready = False
         self._ladder = Ladder(*self._rungs)
         if (saved_anchor := self._saved_anchor) is not None:
             self._try(lambda: saved_anchor.save(anchor, run, version))
@@ -181,7 +184,7 @@ class Maintenance:
         try:
             if not self._ladder.add(version, changes, _THREADS):
                 self._notes.append("no squashed patches for a while: making them takes longer than eight publishes")
-        except (OSError, SparserlError) as error:
+        except Exception as error:  # noqa: BLE001  # the head has moved: only the baseline must not fail now
             self._notes.append(f"no squashed patches for a while: {error}")
 
     def begin(self, version: CommittedVersion, anchor: Patch | None, watch: Watch) -> tuple[str, ...]:
@@ -200,10 +203,13 @@ class Maintenance:
                 earlier = None if self._due is None else self._due.anchor
                 self._due = replace(due, anchor=due.anchor or earlier)
                 if not self._is_working:
-                    self._is_working = True
-                    self._thread = BackgroundPublish(self._work, "upkeep")
+                    self._try(self._start)
         self.receivers.hear()
         return self._take_notes()
+
+    def _start(self) -> None:
+        self._thread = BackgroundPublish(self._work, "upkeep")
+        self._is_working = True
 
     def finish(self) -> None:
         """Wait until nothing is due any more."""
@@ -237,18 +243,22 @@ class Maintenance:
         def weights_of(number: int) -> Any:
             return self._frozen(due.version, number) if weights is None else weights
 
+        self._ladder.forget(due.version.head.version)
         if self._is_collection_due:  # since a version was being sent when it was the last one's turn
             self._try(self._collect)
         has_weights = due.version.baseline.weights is not None
         if has_weights:
             self._try(lambda: self._squash_if_due(due.version, weights_of))
         ready = due.anchor
-        if ready is not None or has_weights:
-            self._try(lambda: self._anchor_if_due(due.version, ready, weights_of))
+        try:
+            if ready is not None or has_weights:
+                self._try(lambda: self._anchor_if_due(due.version, ready, weights_of))
+        finally:
             self._is_anchor_ready = False
         self._try(lambda: self._add_pinned_if_due(due.version))
         if ready is not None or has_weights:
             self._try(lambda: self._save_if_new(due.version, ready, weights_of))
+        self._try(self._keep_head)
         if self._is_collection_due:
             self._try(self._collect)
 
@@ -293,7 +303,7 @@ class Maintenance:
             work()
         except Fenced:
             raise
-        except (SparserlError, OSError, MemoryError) as error:
+        except Exception as error:  # noqa: BLE001  # a GPU may be full, too
             is_full = any(getattr(one, "errno", None) in _NO_SPACE for one in (error, error.__cause__))
             self._notes.append(f"upkeep failed, and will be tried again: {error}{_HOW_TO_FREE * is_full}")
 
@@ -302,7 +312,7 @@ class Maintenance:
         ladder = self._ladder
         ladder.take()
         newest = ladder.due(version.head.version)
-        if newest is None:
+        if newest is None or newest not in routes.versions(version.index.steps):
             return
         if ladder.newest and newest - ladder.newest > ladder.spans[0]:
             self._notes.append(f"no squashed patches to versions after {ladder.newest} and before {newest}: no time")
@@ -357,8 +367,9 @@ class Maintenance:
 
     def _keep_head(self) -> None:
         """Keep a copy of the head: a publisher that is started again knows by it what it has published."""
-        if self._saved_anchor is not None and self._writer.writers.rank == 0 and self._writer.committed is not None:
-            self._saved_anchor.keep_head(self._writer.committed.head)
+        with self._saving:
+            if self._saved_anchor is not None and self._writer.writers.rank == 0 and self._writer.committed is not None:
+                self._saved_anchor.keep_head(self._writer.committed.head)
 
     def _save_if_new(
         self, version: CommittedVersion, ready: tuple[int, Patch] | None, weights_of: Callable[[int], Any]
@@ -372,8 +383,9 @@ class Maintenance:
 
     def _save(self, anchor: Patch, run: str, version: int) -> None:
         assert self._saved_anchor is not None
-        self._saved_anchor.save(anchor, run, version)
-        self._saved_anchor.remove_others()
+        with self._saving:
+            self._saved_anchor.save(anchor, run, version)
+            self._saved_anchor.remove_others()
 
     def _collect(self) -> None:
         """Remove what nothing refers to any more; not in the first publish of a run, whatever it has replaced."""

@@ -151,8 +151,10 @@ class RunPublisher:
     def _let_go(self) -> None:
         """Let go of the store, and of all that is kept for it."""
         self._writers.close()
-        self._maintenance.close()
-        self.store.close()
+        try:
+            self._maintenance.close()
+        finally:
+            self.store.close()
 
     # -- capturing -----------------------------------------------------------------------------------------------------
 
@@ -356,7 +358,8 @@ class RunPublisher:
         def advance() -> None:
             self._observing.committed(step.version, patch, committed.baseline, encoding.threads, watch)
             with watch.stage("baseline"):
-                self._maintenance.add_changes(step.version, changes)
+                if committed.baseline.weights is not None:
+                    self._maintenance.add_changes(step.version, changes)
                 committed.baseline.advance(patch, changes, encoding.threads)
 
         with watch.stage("commit"):

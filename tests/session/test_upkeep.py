@@ -196,3 +196,52 @@ def test_what_fails_behind_a_publish_is_told_by_the_next(url, monkeypatch):
     assert {"the link is down" in note for note in training.publish().notes} == {True}
     training.publisher.close()
     assert 2 in [step.version for step in training.require_exact(url) if step.base is None]
+
+
+def test_a_way_back_that_cannot_be_kept_costs_no_run(url, monkeypatch):
+    """The head has moved when old bits are kept for squashed patches: without room for them, the run goes on."""
+    training = Training(url)
+    run = training.publish().run
+
+    def fail(*_arguments, **_options):
+        raise MemoryError
+
+    monkeypatch.setattr("sparserl.patch.compare.Captured.back", fail)
+    assert any("no squashed patches" in note for note in training.publish().notes)
+    monkeypatch.undo()
+    assert training.publish().run == run
+    training.publisher.close()
+    training.require_exact(url)
+
+
+def test_upkeep_outlives_any_error(url, monkeypatch):
+    """Whatever its libraries raise, such as a GPU that is full, the next report says it and the next upkeep begins."""
+    training = Training(url, anchor_after=0.0)
+    training.publish()
+
+    def fail(*_arguments):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(maintenance.Ladder, "frozen", fail)
+    notes = [*training.publish().notes]
+    training.publisher._maintenance.finish()
+    monkeypatch.undo()
+    notes += training.publish().notes
+    training.publisher.close()
+    assert any("out of memory" in note for note in notes)
+    assert 2 in [step.version for step in training.require_exact(url) if step.base is None]
+
+
+def test_nothing_is_kept_where_there_are_no_rungs(url, monkeypatch):
+    """Ways back that only serve a copy under way go with it, however many versions come meanwhile."""
+    training = Training(url, ladder=None, anchor_after=100)
+    with held_up(monkeypatch, "leases") as go_on:
+        monkeypatch.setattr(maintenance.Maintenance, "_add_pinned_if_due", lambda self, _: self._writer.leases())
+        for _ in range(12):
+            training.publish()
+        assert go_on.begun.wait(60)
+    training.publisher._maintenance.finish()
+    training.publish()
+    training.publisher._maintenance.finish()
+    assert len(training.publisher._maintenance._ladder._back) <= 1
+    training.publisher.close()

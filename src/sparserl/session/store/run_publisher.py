@@ -27,7 +27,7 @@ from ...weights.memory import Weights
 from ...weights.shards import Shards
 from ...weights.table import TensorTable
 from ..anchors import anchor_of
-from ..baseline import Baseline, CapturedChanges, HostBaseline, choose_baseline
+from ..baseline import Baseline, CapturedChanges, HostBaseline, ResumedBaseline, choose_baseline
 from ..callbacks import Callbacks
 from ..logs import log
 from ..observing import Observing
@@ -358,7 +358,7 @@ class RunPublisher:
         def advance() -> None:
             self._observing.committed(step.version, patch, committed.baseline, encoding.threads, watch)
             with watch.stage("baseline"):
-                if committed.baseline.weights is not None:
+                if not isinstance(committed.baseline, ResumedBaseline):  # which goes with this version
                     self._maintenance.add_changes(step.version, changes)
                 committed.baseline.advance(patch, changes, encoding.threads)
 

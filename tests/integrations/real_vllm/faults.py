@@ -92,13 +92,13 @@ def one_of_two(trainer):
 def lose_store(worker, is_lost=True):
     """Rank 0 can open no store, or can again."""
     from sparserl.session.store import subscriber
-    from sparserl.transport.stores.opening import open_store
+    from sparserl.transport.stores.opening import store_at
 
     def fail(*_, **__):
         raise OSError("no credentials on this host")
 
     if worker.rank == 0:
-        subscriber.open_store = fail if is_lost else open_store
+        subscriber.store_at = fail if is_lost else store_at
 
 
 def poked(trainer, rank, tensor=NORM, live_name=NORM, is_drafter=False):

@@ -35,7 +35,7 @@ def test_syncs(kind, ranks, tmp_path):
     states = [followed["made up"], *followed["live"], followed["loaded"]]
     assert all(len(state) == ranks for state in states)
     assert all(before != after for before, after in zip(states, states[1:], strict=False))
-    assert "something else has written to them" in followed["poked"]
+    assert "something else wrote to it" in followed["poked"]
     fresh = job(tmp_path, "engine", "fresh", tmp_path / "new", ranks, ranks=ranks)
     assert followed["live"][-1] == fresh["live"]
     assert tokens(followed["generations"]) == tokens(fresh["generations"])

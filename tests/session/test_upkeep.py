@@ -13,6 +13,7 @@ import pytest
 
 import sparserl
 from sparserl.errors import Unavailable
+from sparserl.session import background
 from sparserl.session.store import maintenance, routes
 from sparserl.session.store.stored_run import StoredRun
 from sparserl.transport import open_store
@@ -245,3 +246,21 @@ def test_nothing_is_kept_where_there_are_no_rungs(url, monkeypatch):
     training.publisher._maintenance.finish()
     assert len(training.publisher._maintenance._ladder._back) <= 1
     training.publisher.close()
+
+
+def test_a_failure_is_known_at_exit_however_soon_it_comes(monkeypatch):
+    """Work that has failed before its thread is seen to run waits to be reported; work that went well does not."""
+    start = threading.Thread.start
+
+    def run_to_the_end(self):
+        start(self)
+        self.join()
+
+    monkeypatch.setattr(threading.Thread, "start", run_to_the_end)
+    failed = background.BackgroundPublish(lambda: 1 / 0)
+    done = background.BackgroundPublish(lambda: None)
+    assert failed in background._pending
+    assert done not in background._pending
+    with pytest.raises(ZeroDivisionError):
+        failed.result()
+    assert failed not in background._pending

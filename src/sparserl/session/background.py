@@ -48,9 +48,12 @@ class BackgroundPublish:
         self._is_reported = False
         name = f"sparserl-{what.removeprefix('a ')}"
         thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
-        thread.start()
-        if not self.done():
-            _pending.add(self)
+        _pending.add(self)  # before it begins: it may have failed when `start` returns
+        try:
+            thread.start()
+        except RuntimeError:
+            _pending.discard(self)
+            raise
 
     def done(self) -> bool:
         """Whether the publish has ended, well or not."""
